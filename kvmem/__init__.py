@@ -1,0 +1,108 @@
+"""kvmem: paged KV-cache memory with swapping, for custom LLM inference engines.
+
+An engine embeds one object, ``kvmem.Manager``. The errors are imported at once, everything else
+at its first use, so that ``import kvmem`` compiles nothing and costs little.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+import cuda_kernels
+from kvmem.errors import (
+    ConfigError,
+    CorruptEntry,
+    DeviceUnavailable,
+    FormatError,
+    KVMemError,
+    ManagerClosed,
+    NotResident,
+    OutOfBlocks,
+    PinError,
+    SequenceTooLong,
+    ShapeError,
+    TierError,
+    TransferError,
+    UnknownSequence,
+)
+
+if TYPE_CHECKING:
+    from kvmem import ops
+    from kvmem.block import Block
+    from kvmem.config import Config, LayerSpec
+    from kvmem.manager import Manager, Match
+    from kvmem.pin import Pin
+    from kvmem.sequence import Sequence
+    from kvmem.size_plan import SizePlan
+    from kvmem.step import Step
+    from kvmem.swapper import Transfer
+
+    __version__: str
+
+__all__ = [
+    "Block",
+    "Config",
+    "ConfigError",
+    "CorruptEntry",
+    "DeviceUnavailable",
+    "FormatError",
+    "KVMemError",
+    "LayerSpec",
+    "Manager",
+    "ManagerClosed",
+    "Match",
+    "NotResident",
+    "OutOfBlocks",
+    "Pin",
+    "PinError",
+    "Sequence",
+    "SequenceTooLong",
+    "ShapeError",
+    "SizePlan",
+    "Step",
+    "TierError",
+    "Transfer",
+    "TransferError",
+    "UnknownSequence",
+    "ops",
+]
+
+_HOME = {
+    "Block": "kvmem.block",
+    "Config": "kvmem.config",
+    "LayerSpec": "kvmem.config",
+    "Manager": "kvmem.manager",
+    "Match": "kvmem.manager",
+    "Pin": "kvmem.pin",
+    "Sequence": "kvmem.sequence",
+    "SizePlan": "kvmem.size_plan",
+    "Step": "kvmem.step",
+    "Transfer": "kvmem.swapper",
+}
+
+if getattr(cuda_kernels, "PROJECT", None) != "kvmem":
+    # Another distribution installs a package of this name: running with its kernels would be worse.
+    raise ImportError(
+        f"the package cuda_kernels at {getattr(cuda_kernels, '__file__', '?')} is not the one of "
+        f"kvmem: uninstall the distribution it came from, then reinstall kvmem"
+    )
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: object = version("kvmem")
+    elif name == "ops":
+        value = importlib.import_module("kvmem.ops")
+    elif name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    else:
+        raise AttributeError(f"module 'kvmem' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

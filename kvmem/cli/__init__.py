@@ -1,0 +1,1 @@
+"""The ``kvmem`` command. It stands on the public API alone."""

@@ -1,0 +1,106 @@
+"""Every exception that kvmem raises on purpose.
+
+::
+
+    KVMemError (Exception)
+    ├── ConfigError        (ValueError)    a setting, or a combination, that cannot be
+    ├── OutOfBlocks        (MemoryError)   no room now; tier, needed, free, evictable, pinned
+    ├── SequenceTooLong    (ValueError)    can never fit
+    ├── UnknownSequence    (KeyError)      freed, or of another Manager
+    ├── NotResident        (RuntimeError)  content asked for where it is not
+    ├── PinError           (ValueError)    a pin or release that cannot be; a live pin forbids it
+    ├── ShapeError         (ValueError)    tensor of wrong shape, dtype, device or stride
+    ├── TierError          (OSError)       a lower tier is off, refused, or failed
+    ├── TransferError      (RuntimeError)  a transfer failed or was cancelled
+    ├── FormatError        (ValueError)    a file is not what it claims to be
+    ├── CorruptEntry                       the header is sound, the bytes are not (R11)
+    ├── DeviceUnavailable  (RuntimeError)  no such device, or it failed for good (R8)
+    └── ManagerClosed      (RuntimeError)  used after close(), or in a forked child
+
+A wrong Python type is a plain ``TypeError``, a bad argument value a plain ``ValueError``. A message
+names the parameter, what came, what is allowed and what to do, in at most 300 characters; it never
+holds token contents or a namespace. A call that raises has changed nothing (R8).
+"""
+
+from __future__ import annotations
+
+
+class KVMemError(Exception):
+    """Base of all errors below, so that one ``except`` catches them."""
+
+    def __str__(self) -> str:
+        # KeyError would print the repr of its argument: quotes around a whole sentence.
+        return str(self.args[0]) if self.args else ""
+
+
+class ConfigError(KVMemError, ValueError):
+    """A setting or a combination of settings is wrong or does not fit the machine."""
+
+
+class OutOfBlocks(KVMemError, MemoryError):
+    """There is no room now. Nothing was changed; the same call may succeed later (R7, R8).
+
+    Attributes, in blocks of ``tier`` ("device" or "host"): ``needed`` by the call, ``free``,
+    ``evictable`` (cached content nobody uses), ``pinned``.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        tier: str = "device",
+        needed: int = 0,
+        free: int = 0,
+        evictable: int = 0,
+        pinned: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.tier = tier
+        self.needed = needed
+        self.free = free
+        self.evictable = evictable
+        self.pinned = pinned
+
+
+class SequenceTooLong(KVMemError, ValueError):
+    """The sequence can never fit, whatever else leaves: it is longer than the device tier."""
+
+
+class UnknownSequence(KVMemError, KeyError):
+    """The handle names no live sequence of this Manager: it was freed, or belongs to another."""
+
+
+class NotResident(KVMemError, RuntimeError):
+    """Content was asked for in a tier where it is not."""
+
+
+class PinError(KVMemError, ValueError):
+    """A pin or a release that cannot be, or an act that a live pin forbids."""
+
+
+class ShapeError(KVMemError, ValueError):
+    """A tensor has the wrong shape, dtype, device or stride."""
+
+
+class TierError(KVMemError, OSError):
+    """A lower tier is off, refused the request, or failed."""
+
+
+class TransferError(KVMemError, RuntimeError):
+    """A transfer failed or was cancelled."""
+
+
+class FormatError(KVMemError, ValueError):
+    """A file is not what it claims to be: kind, version, model, layout or length."""
+
+
+class CorruptEntry(KVMemError):
+    """Bytes came back other than they went out: a checksum differs (R11)."""
+
+
+class DeviceUnavailable(KVMemError, RuntimeError):
+    """There is no such device, or it failed for good and the Manager says so from now on (R8)."""
+
+
+class ManagerClosed(KVMemError, RuntimeError):
+    """Used after ``close()``, or in a forked child, which owns neither threads nor memory."""

@@ -1,0 +1,478 @@
+"""`Ledger`: the Python face of the compiled ledger. It grows arrays, makes plans, names errors.
+
+It knows record numbers and tokens, no handles, no tensors and no devices. Each method is one
+Manager call: one compiled call, its error code turned into an exception, and, where bytes have to
+move, the `Plan` that says how.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmem.plan import Plan
+
+from . import carry_out, decide, ops_sequences, ops_steps, ops_tiers
+from .raising import Refusal, refuse
+from .spans import SMALLEST
+from .state import (
+    DEVICE,
+    GROUP,
+    NO_SEQUENCE,
+    RESIDENT,
+    ROW,
+    SWAPPED,
+    State,
+    grown,
+    make_state,
+    records,
+)
+from .verify import verify
+
+Ids = NDArray[np.int32]
+MAX_NAMESPACES = 1 << 30
+
+
+@dataclass(slots=True)
+class StepArrays:
+    """The arrays of one planned step; rows are the planned sequences in the order given."""
+
+    epoch: int
+    rows: NDArray[Any]  # ROW, one a sequence asked for, planned or not
+    tokens: NDArray[np.int64]  # [num_tokens]
+    positions: NDArray[np.int64]  # [num_tokens]
+    slot_mapping: NDArray[np.int64]  # [num_tokens]
+    seq_lens: NDArray[np.int32]  # [num_rows]: context length, this step's tokens included
+    query_start: NDArray[np.int32]  # [num_rows + 1]
+    table_start: NDArray[np.int64]  # [num_rows]: of each row in `frame_table`
+    frame_table: NDArray[np.int32]  # the flat table of device frames at planning
+    last: NDArray[np.int64]  # [num_ready]: the token whose logits are sampled
+    num_tokens: NDArray[np.int32]  # [num_rows]
+
+
+class Ledger:
+    """Blocks, frames, tables and the trie of one Manager. Not thread-safe: the Manager locks."""
+
+    def __init__(
+        self,
+        *,
+        device_blocks: int,
+        host_blocks: int,
+        block_size: int,
+        write_back: bool,
+        record_fills: bool = False,
+        hash_seed: int | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.state: State = make_state(
+            device_blocks=device_blocks,
+            host_blocks=host_blocks,
+            block_size=block_size,
+            write_back=write_back,
+            record_fills=record_fills,
+            hash_seed=secrets.randbits(31) if hash_seed is None else hash_seed,
+        )
+        self.open_rows: dict[int, NDArray[Any]] = {}  # epoch -> rows of an open step
+        self._namespaces: dict[bytes, int] = {}
+        self._found = np.zeros(256, np.int32)
+        self._hashes = np.zeros(16, np.int64)
+        self._need = np.zeros(2, np.int64)
+        self._sealed = np.zeros(13, np.int64)
+
+    # --- growth ---------------------------------------------------------------------------------
+
+    def _grow(self, *names: str, length: int) -> None:
+        """Let arrays of the state have at least `length` rows."""
+        self.state = self.state._replace(
+            **{name: grown(getattr(self.state, name), length) for name in names}
+        )
+
+    def _room_for_tokens(self, entries: int) -> None:
+        need = int(self.state.ledger["tokens_top"][0]) + entries
+        if need > len(self.state.tokens):
+            self._grow("tokens", length=need)
+
+    def _room_for_table(self, entries: int) -> None:
+        need = int(self.state.ledger["table_top"][0]) + entries
+        if need > len(self.state.table):
+            self._grow("table", "frame_table", length=need)
+
+    def _room_for_sequences(self, count: int) -> None:
+        used = int(self.state.ledger["num_sequences"][0])
+        old = len(self.state.sequences)
+        if used + count < old:
+            return
+        self._grow("sequences", "tables", length=used + count + 1)
+        # the new records are the free list's new head, the old head its end
+        new = np.arange(old, len(self.state.sequences), dtype=np.int32)
+        self.state.sequences["next_free"][new[:-1]] = new[1:]
+        self.state.sequences["next_free"][new[-1]] = self.state.ledger["sequence_free"][0]
+        self.state.ledger["sequence_free"][0] = new[0]
+
+    def _retry(self, code: int) -> bool:
+        """Grow what a compiled function found too short; True when it is worth calling again."""
+        needed = int(self.state.ledger["error_needed"][0])
+        if code == decide.GROW_TOKENS:
+            self._grow("tokens", length=needed)
+        elif code == decide.GROW_TABLE:
+            self._grow("table", "frame_table", length=needed)
+        elif code == decide.GROW_SCRATCH:
+            self._found = np.zeros(2 * needed, np.int32)
+        else:
+            return False
+        return True
+
+    def namespace_id(self, name: bytes) -> int:
+        """The number of a namespace, made if new; unused ones are forgotten now and then."""
+        known = self._namespaces.get(name)
+        if known is not None:
+            return known
+        records_ = self.state.namespaces
+        if len(self._namespaces) + 1 >= len(records_):
+            for other, i in list(self._namespaces.items()):
+                if not records_["num_children"][i] and not records_["num_sequences"][i]:
+                    del self._namespaces[other]
+            if 2 * len(self._namespaces) + 2 >= len(records_):
+                self._grow("namespaces", length=2 * len(records_))
+        taken = set(self._namespaces.values())
+        number = next(i for i in range(1, len(self.state.namespaces)) if i not in taken)
+        self._namespaces[name] = number
+        return number
+
+    # --- sequences ------------------------------------------------------------------------------
+
+    def create(
+        self,
+        tokens: Ids,
+        *,
+        namespace: bytes,
+        keys: Ids | None = None,
+        priority: int = 0,
+        publish: bool = True,
+        max_cached: int = -1,
+    ) -> int:
+        """A WAITING sequence; `num_cached` says what the trie would serve now. O(tokens)."""
+        self._room_for_sequences(1)
+        self._room_for_tokens(2 * span_capacity(len(tokens)))
+        number = self.namespace_id(namespace)
+        s = ops_sequences.create(
+            self.state,
+            tokens,
+            _NO_IDS if keys is None else keys,
+            number,
+            priority,
+            publish,
+            max_cached,
+        )
+        if len(tokens):
+            found = self.look_up(s)
+            hit = min(len(found) * self.block_size, len(tokens) - 1)
+            self.state.sequences["num_cached"][s] = hit
+        return int(s)
+
+    def look_up(self, s: int) -> Ids:
+        """The cached blocks that continue a sequence's table, by id. No side effect."""
+        most = int(self.state.sequences["num_tokens"][s]) // self.block_size
+        if most > len(self._found):
+            self._found = np.zeros(2 * most, np.int32)
+        rows = self._rows([s])
+        decide.look_up(self.state, rows, self._found, 0)
+        return self._found[: int(rows["num_found"][0])].copy()
+
+    def append(self, seqs: Ids, counts: NDArray[np.int64], tokens: Ids, draft: bool) -> None:
+        """Append `counts[i]` of `tokens` to each sequence. O(tokens)."""
+        while code := ops_sequences.append(self.state, seqs, counts, tokens, draft):
+            if not self._retry(code):
+                raise refuse(self.state, code)
+
+    def accept(self, seqs: Ids, accepted: NDArray[np.int64], tokens: Ids) -> Plan:
+        """Keep `accepted[i]` drafts of each, drop the others, append one token each."""
+        while code := ops_sequences.accept(self.state, seqs, accepted, tokens):
+            if not self._retry(code):
+                raise refuse(self.state, code)
+        return self.seal()
+
+    def truncate(self, seqs: Ids, lengths: NDArray[np.int64]) -> Plan:
+        """Cut each sequence to `lengths[i]` tokens."""
+        code = ops_sequences.truncate(self.state, seqs, lengths)
+        if code:
+            raise refuse(self.state, code)
+        return self.seal()
+
+    def fork(self, s: int, count: int) -> list[int]:
+        """`count` sequences that share all blocks of `s`. O(count * (tokens + blocks))."""
+        if self.state.sequences["step"][s]:
+            self.state.ledger["error_row"][0] = 0
+            raise refuse(self.state, decide.IN_STEP)
+        length = int(self.state.sequences["num_tokens"][s])
+        blocks = int(self.state.tables["num_blocks"][s, GROUP])
+        self._room_for_sequences(count)
+        self._room_for_tokens(2 * count * span_capacity(length))
+        self._room_for_table(count * span_capacity(blocks))
+        parent = self.state.sequences[s]
+        start, keys_start = int(parent["tokens_start"]), int(parent["keys_start"])
+        tokens = self.state.tokens[start : start + length].copy()
+        keys = self.state.tokens[keys_start : keys_start + length].copy()
+        children = []
+        for _ in range(count):
+            child = ops_sequences.create(
+                self.state,
+                tokens,
+                _NO_IDS if keys_start == start else keys,
+                int(parent["namespace"]),
+                int(parent["priority"]),
+                bool(parent["publish"]),
+                int(parent["max_cached"]),
+            )
+            ops_sequences.fork_into(self.state, s, child)
+            children.append(int(child))
+        return children
+
+    def free(self, seqs: Ids) -> Plan:
+        """End sequences; those in an open step end with it."""
+        ops_sequences.free(self.state, seqs)
+        return self.seal()
+
+    def tokens_of(self, s: int) -> Ids:
+        """A copy of a sequence's tokens."""
+        q = self.state.sequences[s]
+        start = int(q["tokens_start"])
+        return self.state.tokens[start : start + int(q["num_tokens"])].copy()
+
+    def table_of(self, s: int) -> Ids:
+        """A copy of a sequence's block table."""
+        table = self.state.tables[s, GROUP]
+        start = int(table["start"])
+        return self.state.table[start : start + int(table["num_blocks"])].copy()
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def _rows(self, seqs: Ids | list[int], num_tokens: Ids | None = None) -> NDArray[Any]:
+        rows = records(len(seqs), ROW)
+        rows["sequence"] = seqs
+        rows["num_tokens"] = -1 if num_tokens is None else num_tokens
+        return rows
+
+    def _decide(
+        self,
+        seqs: Ids,
+        num_tokens: Ids | None,
+        max_tokens: int | None,
+        reserve: int,
+        need_all: bool,
+        act: bool,
+    ) -> tuple[int, NDArray[Any]]:
+        budget = -1 if max_tokens is None else max_tokens
+        if budget > 0:
+            known = int(self.state.sequences["num_tokens"][seqs].sum()) if len(seqs) else 0
+            size = 2 * (min(budget, known) // self.block_size + 2 * len(seqs)) + 16
+            if size > len(self._hashes):
+                self._hashes = np.zeros(size, np.int64)
+        hashes = self._hashes if budget > 0 else self._hashes[:1]
+        while True:
+            rows = self._rows(seqs, num_tokens)
+            code = ops_steps.plan_step(
+                self.state, rows, self._found, budget, reserve, need_all, act, hashes, self._need
+            )
+            if not self._retry(code):
+                return code, rows
+
+    def plan_step(
+        self,
+        seqs: Ids,
+        *,
+        num_tokens: Ids | None = None,
+        max_tokens: int | None = None,
+        reserve: int = 0,
+        need_all: bool = True,
+    ) -> tuple[Plan, StepArrays]:
+        """Plan a step over these sequences, see decide.py. Raises Refusal, changing nothing."""
+        code, rows = self._decide(seqs, num_tokens, max_tokens, reserve, need_all, act=True)
+        if code:
+            raise refuse(self.state, code)
+        planned = rows["reason"] == decide.PLANNED
+        counts = rows["num_tokens"][planned].astype(np.int32)
+        total, num_rows = int(counts.sum()), len(counts)
+        arrays = StepArrays(
+            epoch=int(self.state.ledger["epoch"][0]),
+            rows=rows,
+            tokens=np.empty(total, np.int64),
+            positions=np.empty(total, np.int64),
+            slot_mapping=np.empty(total, np.int64),
+            seq_lens=np.empty(num_rows, np.int32),
+            query_start=np.empty(num_rows + 1, np.int32),
+            table_start=np.empty(num_rows, np.int64),
+            frame_table=self.state.frame_table,
+            last=np.empty(num_rows, np.int64),
+            num_tokens=counts,
+        )
+        num_ready = carry_out.fill_rows(
+            self.state,
+            rows,
+            arrays.tokens,
+            arrays.positions,
+            arrays.slot_mapping,
+            arrays.seq_lens,
+            arrays.query_start,
+            arrays.table_start,
+            arrays.last,
+        )
+        arrays.last = arrays.last[:num_ready]
+        self.open_rows[arrays.epoch] = rows
+        plan = self.seal()
+        plan.step_epoch = arrays.epoch
+        return plan, arrays
+
+    def end_step(self, epoch: int, *, commit: bool) -> Plan:
+        """End an open step: count and publish, or put everything back."""
+        rows = self.open_rows.pop(epoch)
+        ops_steps.end_step(self.state, rows, epoch, commit)
+        return self.seal()
+
+    def fits(
+        self,
+        seqs: Ids,
+        *,
+        num_tokens: Ids | None = None,
+        max_tokens: int | None = None,
+        reserve: int = 0,
+    ) -> str:
+        """ "yes", "later" or "never": what `plan_step` with all rows would do (R7)."""
+        if reserve > int(self.state.pools["num_frames"][DEVICE]):
+            return "never"
+        code, _ = self._decide(seqs, num_tokens, max_tokens, reserve, True, act=False)
+        return {decide.OK: "yes", decide.TOO_LONG: "never"}.get(code, "later")
+
+    # --- tiers ----------------------------------------------------------------------------------
+
+    def _in_state(self, seqs: Ids, state: int) -> Ids:
+        return np.ascontiguousarray(seqs[self.state.sequences["state"][seqs] == state])
+
+    def swap_out(self, seqs: Ids) -> Plan:
+        """Make RESIDENT sequences SWAPPED; the others are left as they are."""
+        code = ops_tiers.swap_out(self.state, self._in_state(seqs, RESIDENT), self._need)
+        if code:
+            raise refuse(self.state, code)
+        return self.seal()
+
+    def give_up(self, seqs: Ids) -> Plan:
+        """Let sequences keep only their tokens."""
+        code = ops_tiers.give_up(self.state, seqs)
+        if code:
+            raise refuse(self.state, code)
+        return self.seal()
+
+    def swap_in(self, seqs: Ids) -> Plan:
+        """Make SWAPPED sequences RESIDENT; the others are left as they are."""
+        code = ops_tiers.swap_in(self.state, self._in_state(seqs, SWAPPED), self._need)
+        if code:
+            raise refuse(self.state, code)
+        return self.seal()
+
+    def evict(self, num_blocks: int, tier: int) -> tuple[int, Plan]:
+        """Evict up to `num_blocks` cached blocks of a tier; how many it were."""
+        count = ops_tiers.evict(self.state, num_blocks, tier)
+        return int(count), self.seal()
+
+    def change_pins(self, blocks: Ids, change: int) -> Plan:
+        """Pin blocks or unpin them. Raises Refusal when a block has too many pins."""
+        if change > 0 and len(blocks) and self.state.blocks["num_pins"][blocks].max() >= 65535:
+            raise refuse(self.state, decide.TOO_MANY_PINS)
+        ops_tiers.change_pins(self.state, blocks, change)
+        return self.seal()
+
+    def reset(self, namespace: bytes | None) -> Plan:
+        """Forget cached content of a namespace, or of all."""
+        number = 0 if namespace is None else self._namespaces.get(namespace, -1)
+        if number >= 0:
+            roots = np.zeros(len(self.state.nodes), np.int32)
+            code = ops_tiers.reset(self.state, number, roots)
+            if code:
+                raise refuse(self.state, code)
+        return self.seal()
+
+    # --- plans ----------------------------------------------------------------------------------
+
+    def seal(self) -> Plan:
+        """The plan of the call just made; its ids are issued, its lists emptied."""
+        ops_steps.seal(self.state, self._sealed)
+        (
+            out_id,
+            num_out,
+            out_after_step,
+            out_after_in,
+            in_id,
+            num_in,
+            in_after_step,
+            in_after_out,
+            _,
+            step_after_in,
+            step_after_out,
+            num_copies,
+            num_fills,
+        ) = self._sealed.tolist()
+        plan = Plan(step_after_in=step_after_in, step_after_out=step_after_out)
+        if out_id:
+            plan.out_id, plan.out_after_step, plan.out_after_in = (
+                out_id,
+                out_after_step,
+                out_after_in,
+            )
+            plan.out_device, plan.out_host, plan.out_tokens = _columns(self.state.out_list, num_out)
+            plan.fill_frames = self.state.fill_list[:num_fills].copy()
+        if in_id:
+            plan.in_id, plan.in_after_step, plan.in_after_out = in_id, in_after_step, in_after_out
+            plan.in_host, plan.in_device, plan.in_tokens = _columns(self.state.in_list, num_in)
+        if num_copies:
+            plan.copy_source, plan.copy_target, plan.copy_tokens = _columns(
+                self.state.copy_list, num_copies
+            )
+        return plan
+
+    def retire(self, out_id: int, in_id: int) -> None:
+        """Note that transfers up to these ids are done."""
+        self.state.ledger["retired_out"][0] = out_id
+        self.state.ledger["retired_in"][0] = in_id
+
+    # --- checks ---------------------------------------------------------------------------------
+
+    def verify(self) -> None:
+        """Check R1-R5 on the records, see verify.py. Raises LedgerCorrupt."""
+        sources = [
+            int(b)
+            for rows in self.open_rows.values()
+            for b in rows["copy_source"][rows["reason"] == decide.PLANNED]
+            if b
+        ]
+        verify(self.state, sources)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def is_live(self, s: int) -> bool:
+        """True when the record holds a sequence that was not freed."""
+        q = self.state.sequences[s]
+        return bool(q["state"] != NO_SEQUENCE and not q["freed"])
+
+
+def span_capacity(length: int) -> int:
+    """Entries of the span that holds `length` entries, as spans.py has it."""
+    return max(SMALLEST, 1 << max(0, length - 1).bit_length())
+
+
+_NO_IDS = np.zeros(0, np.int32)
+_NO_IDS.setflags(write=False)
+
+
+def _columns(array: NDArray[np.int32], count: int) -> tuple[Ids, Ids, Ids]:
+    """The three columns of a plan list, copied so that the list can be used again."""
+    rows = array[:count].T.copy()
+    return rows[0], rows[1], rows[2]
+
+
+__all__ = ["Ledger", "Refusal", "StepArrays"]

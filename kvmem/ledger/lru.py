@@ -1,0 +1,45 @@
+"""The evictable frames of one pool from oldest to newest, linked through FRAME.previous / next.
+
+A frame is here exactly while its block's IN_DEVICE_LRU or IN_HOST_LRU bit is set (residency.py
+keeps the two together). Blocks enter deepest first, so a cached child is always older than its
+parent and the oldest frame never holds a parent whose child is cached (R4).
+"""
+
+from __future__ import annotations
+
+from .jit import compiled
+from .state import State
+
+
+@compiled
+def append_newest(state: State, tier: int, f: int) -> None:
+    """Add a frame at the newest end. O(1)."""
+    pool = state.pools[tier]
+    newest = pool.newest
+    state.frames[pool.first + f].previous = newest
+    state.frames[pool.first + f].next = 0
+    if newest:
+        state.frames[pool.first + newest].next = f
+    else:
+        pool.oldest = f
+    pool.newest = f
+    pool.num_evictable += 1
+
+
+@compiled
+def remove(state: State, tier: int, f: int) -> None:
+    """Take a frame out of the list, wherever it stands. O(1)."""
+    pool = state.pools[tier]
+    frame = state.frames[pool.first + f]
+    older, newer = frame.previous, frame.next
+    if older:
+        state.frames[pool.first + older].next = newer
+    else:
+        pool.oldest = newer
+    if newer:
+        state.frames[pool.first + newer].previous = older
+    else:
+        pool.newest = older
+    frame.previous = 0
+    frame.next = 0
+    pool.num_evictable -= 1

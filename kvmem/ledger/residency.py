@@ -1,0 +1,330 @@
+"""Which blocks have which frames: taking, evicting, dropping, and who is evictable (R1, R2).
+
+`settle` is the one place that moves blocks in and out of the LRU lists and lets go of blocks
+without owner: every function that changes a count calls it afterwards. Nothing here waits for a
+copy: a frame is handed on at once, and the fences in its record tell the plan what the taker's
+stream has to wait for (R3, R6).
+
+    device frame evictable:  no RESIDENT table and no pin names its block
+    host frame evictable:    its block has no SWAPPED owner, and no copy of this plan reads it
+    block dropped:           no owner, no pin, not published
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import lru
+from .free_list import give_free, take_free
+from .jit import compiled
+from .state import BUSY, DEVICE, HOST, IN_DEVICE_LRU, IN_HOST_LRU, State
+from .trie import remove_node
+
+
+@compiled
+def device_at(state: State, f: int) -> int:
+    """The index in `state.frames` of a device frame. O(1)."""
+    return int(state.pools[DEVICE].first + f)
+
+
+@compiled
+def host_at(state: State, h: int) -> int:
+    """The index in `state.frames` of a host frame. O(1)."""
+    return int(state.pools[HOST].first + h)
+
+
+@compiled
+def leave_list(state: State, b: int, bit: int) -> None:
+    """Take a block's frame out of the device or host LRU if it is there. O(1)."""
+    block = state.blocks[b]
+    if block.flags & bit:
+        block.flags &= ~bit
+        if bit == IN_DEVICE_LRU:
+            lru.remove(state, DEVICE, block.device_frame)
+        else:
+            lru.remove(state, HOST, block.host_frame)
+
+
+@compiled
+def settle_lists(state: State, b: int) -> None:
+    """Bring a block's places in the LRU lists in line with its counts; it enters as newest. O(1)."""
+    block = state.blocks[b]
+    if block.device_frame != 0 and block.num_resident == 0 and block.num_pins == 0:
+        if not block.flags & IN_DEVICE_LRU:
+            block.flags |= IN_DEVICE_LRU
+            lru.append_newest(state, DEVICE, block.device_frame)
+    else:
+        leave_list(state, b, IN_DEVICE_LRU)
+    unowned = block.ref_count == block.num_resident  # no SWAPPED table relies on the host copy
+    if block.host_frame != 0 and unowned and not block.flags & BUSY:
+        if not block.flags & IN_HOST_LRU:
+            block.flags |= IN_HOST_LRU
+            lru.append_newest(state, HOST, block.host_frame)
+    else:
+        leave_list(state, b, IN_HOST_LRU)
+
+
+@compiled
+def vacate_device(state: State, b: int) -> int:
+    """Part a block from its device frame and return the frame, which now holds nothing. O(1)."""
+    leave_list(state, b, IN_DEVICE_LRU)
+    ledger = state.ledger[0]
+    f = int(state.blocks[b].device_frame)
+    state.blocks[b].device_frame = 0
+    frame = state.frames[device_at(state, f)]
+    frame.block = 0
+    frame.generation += 1
+    if ledger.record_fills:
+        # the poison is written in the order of the out stream; the next user waits for it
+        state.fill_list[ledger.num_fills] = f
+        ledger.num_fills += 1
+        ledger.out_opened = 1
+        frame.fence_out = ledger.last_out + 1
+        ledger.out_after_step = max(ledger.out_after_step, frame.last_use)
+        ledger.out_after_in = max(ledger.out_after_in, frame.fence_in)
+    return f
+
+
+@compiled
+def vacate_host(state: State, b: int) -> int:
+    """Part a block from its host frame and return the frame, which now holds nothing. O(1)."""
+    leave_list(state, b, IN_HOST_LRU)
+    h = int(state.blocks[b].host_frame)
+    state.blocks[b].host_frame = 0
+    frame = state.frames[host_at(state, h)]
+    frame.block = 0
+    frame.num_tokens = 0
+    frame.generation += 1
+    return h
+
+
+@compiled
+def forget_block(state: State, b: int) -> None:
+    """Give back the id of a block that has no frame left, and its node (R4). O(probes)."""
+    ledger, block = state.ledger[0], state.blocks[b]
+    if block.node:
+        remove_node(state, int(block.node))
+    block.num_tokens = 0
+    block.flags = 0
+    block.node = ledger.block_free
+    ledger.block_free = b
+    ledger.num_blocks_used -= 1
+
+
+@compiled
+def settle(state: State, b: int) -> None:
+    """After a count changed: into or out of the LRU lists, or, without owner, gone (R1). O(1)."""
+    block = state.blocks[b]
+    if block.ref_count == 0 and block.num_pins == 0 and block.node == 0:
+        if block.device_frame:
+            give_free(state, DEVICE, vacate_device(state, b))
+        if block.host_frame:
+            give_free(state, HOST, vacate_host(state, b))
+        forget_block(state, b)
+    else:
+        settle_lists(state, b)
+
+
+@compiled
+def take_block(state: State) -> int:
+    """A fresh block id; there is one for each frame of each tier, so it can't fail. O(1)."""
+    ledger = state.ledger[0]
+    b = int(ledger.block_free)
+    ledger.block_free = state.blocks[b].node
+    ledger.num_blocks_used += 1
+    state.blocks[b].node = 0
+    return b
+
+
+@compiled
+def is_clean(state: State, b: int) -> bool:
+    """True when the host copy holds all of the block's tokens (or will, once copied). O(1)."""
+    h = state.blocks[b].host_frame
+    return bool(h != 0 and state.frames[host_at(state, h)].num_tokens == state.blocks[b].num_tokens)
+
+
+@compiled
+def plan_copy_out(state: State, b: int) -> None:
+    """List the copy of a block's device frame to its host frame, with its orderings (R6). O(1)."""
+    ledger, block = state.ledger[0], state.blocks[b]
+    source = state.frames[device_at(state, block.device_frame)]
+    target = state.frames[host_at(state, block.host_frame)]
+    i = ledger.num_out
+    state.out_list[i, 0] = block.device_frame
+    state.out_list[i, 1] = block.host_frame
+    state.out_list[i, 2] = block.num_tokens
+    ledger.num_out += 1
+    ledger.blocks_out += 1
+    ledger.out_opened = 1
+    ledger.out_after_step = max(ledger.out_after_step, source.last_use)
+    ledger.out_after_in = max(ledger.out_after_in, source.fence_in, target.fence_in)
+    source.fence_out = ledger.last_out + 1
+    target.fence_out = ledger.last_out + 1
+    target.num_tokens = block.num_tokens
+
+
+@compiled
+def cancel_copy_out(state: State, h: int) -> None:
+    """Unlist a copy of this plan whose host frame is taken again before it began. O(copies)."""
+    ledger = state.ledger[0]
+    if state.frames[host_at(state, h)].fence_out <= ledger.last_out:
+        return
+    for i in range(ledger.num_out - 1, -1, -1):
+        if state.out_list[i, 1] == h:
+            for j in range(i, ledger.num_out - 1):  # keeps the order of the others
+                for k in range(3):
+                    state.out_list[j, k] = state.out_list[j + 1, k]
+            ledger.num_out -= 1
+            ledger.blocks_out -= 1
+            return
+
+
+@compiled
+def evict_host(state: State) -> int:
+    """Part the oldest cached copy from its host frame and return the frame, 0 when every host
+    frame is owned. O(1)."""
+    ledger = state.ledger[0]
+    h = int(state.pools[HOST].oldest)
+    if h == 0:
+        return 0
+    b = int(state.frames[host_at(state, h)].block)
+    cancel_copy_out(state, h)
+    vacate_host(state, b)
+    ledger.evicted_host += 1
+    if state.blocks[b].device_frame == 0:  # its last tier; lru.py says why it has no cached child
+        ledger.dropped += 1
+        forget_block(state, b)
+    return h
+
+
+@compiled
+def take_host_frame(state: State) -> int:
+    """A host frame: free, else the oldest cached copy goes; 0 when all are owned. O(1)."""
+    h = take_free(state, HOST)
+    if h:
+        return h
+    return evict_host(state)
+
+
+@compiled
+def give_host_frame(state: State, b: int, h: int) -> None:
+    """Let a taken host frame hold block `b`. O(1)."""
+    state.blocks[b].host_frame = h
+    state.frames[host_at(state, h)].block = b
+    state.frames[host_at(state, h)].num_tokens = 0
+
+
+@compiled
+def save_to_host(state: State, b: int) -> None:
+    """Copy an evicted dirty block to the host tier if a frame can be had there. O(1)."""
+    leave_list(state, b, IN_HOST_LRU)  # an incomplete copy must not be its own victim
+    if state.blocks[b].host_frame == 0:
+        h = take_host_frame(state)
+        if h:
+            give_host_frame(state, b, h)
+    if state.blocks[b].host_frame:
+        plan_copy_out(state, b)
+
+
+@compiled
+def evict_device(state: State) -> int:
+    """Part the oldest evictable block from its device frame and return the frame. O(1).
+
+    A clean block only loses the frame. A dirty one is cached content (a SWAPPED owner's is clean
+    since `swap_out`): under write_back it is copied to the host tier when a frame can be had
+    there, else dropped; its device frame is departing and handed on at once (design section 2).
+    """
+    ledger = state.ledger[0]
+    f = int(state.pools[DEVICE].oldest)
+    b = int(state.frames[device_at(state, f)].block)
+    ledger.evicted_device += 1
+    if is_clean(state, b):
+        ledger.evicted_clean += 1
+        if state.blocks[b].flags & IN_HOST_LRU:  # as fresh as its device copy was
+            lru.remove(state, HOST, state.blocks[b].host_frame)
+            lru.append_newest(state, HOST, state.blocks[b].host_frame)
+    elif ledger.write_back:
+        save_to_host(state, b)
+    clean = is_clean(state, b)
+    vacate_device(state, b)
+    if clean:
+        settle_lists(state, b)
+        return f
+    if state.blocks[b].host_frame:  # an incomplete copy is worth nothing alone
+        give_free(state, HOST, vacate_host(state, b))
+    ledger.dropped += 1
+    forget_block(state, b)
+    return f
+
+
+@compiled
+def take_device_frame(state: State, b: int) -> int:
+    """Give block `b` a device frame, free or evicted; the caller knows there is one. O(1)."""
+    f = take_free(state, DEVICE)
+    if f == 0:
+        f = evict_device(state)
+    state.blocks[b].device_frame = f
+    state.frames[device_at(state, f)].block = b
+    return f
+
+
+@compiled
+def plan_copy_in(state: State, b: int) -> None:
+    """List the copy of a block's host frame to its fresh device frame (R6). O(1)."""
+    ledger, block = state.ledger[0], state.blocks[b]
+    source = state.frames[host_at(state, block.host_frame)]
+    target = state.frames[device_at(state, block.device_frame)]
+    i = ledger.num_in
+    state.in_list[i, 0] = block.host_frame
+    state.in_list[i, 1] = block.device_frame
+    state.in_list[i, 2] = block.num_tokens
+    ledger.num_in += 1
+    ledger.blocks_in += 1
+    ledger.in_after_step = max(ledger.in_after_step, target.last_use)
+    ledger.in_after_out = max(ledger.in_after_out, source.fence_out, target.fence_out)
+    source.fence_in = ledger.last_in + 1
+    target.fence_in = ledger.last_in + 1
+
+
+@compiled
+def enter_residency(state: State, b: int) -> None:
+    """Count one more RESIDENT table; a block without device frame guards its host copy. O(1)."""
+    block = state.blocks[b]
+    block.num_resident += 1
+    if block.device_frame == 0:
+        block.flags |= BUSY
+    settle_lists(state, b)
+
+
+@compiled
+def leave_residency(state: State, b: int, epoch: int) -> None:
+    """Count one RESIDENT table less; `epoch` is the last step that may have used it. O(1)."""
+    block = state.blocks[b]
+    block.num_resident -= 1
+    frame = state.frames[device_at(state, block.device_frame)]
+    frame.last_use = max(frame.last_use, epoch)
+
+
+@compiled
+def release_busy(state: State) -> None:
+    """Let go of the host frames that the plan's copies in read. O(copies in)."""
+    for i in range(state.ledger[0].num_in):
+        b = int(state.frames[host_at(state, state.in_list[i, 0])].block)
+        state.blocks[b].flags &= ~BUSY
+        settle_lists(state, b)
+
+
+@compiled
+def arrive(state: State, start: int, num_blocks: int) -> int:
+    """Give each block of a RESIDENT table a device frame and fill its frame table; return the in
+    transfer that completes them, 0 none. Room was counted before. O(blocks)."""
+    fence = np.int64(0)
+    for i in range(start, start + num_blocks):
+        b = int(state.table[i])
+        if state.blocks[b].device_frame == 0:
+            take_device_frame(state, b)
+            plan_copy_in(state, b)
+        f = state.blocks[b].device_frame
+        state.frame_table[i] = f
+        fence = max(fence, state.frames[device_at(state, f)].fence_in)
+    return fence

@@ -1,0 +1,301 @@
+"""All records of the ledger: the only place with dtypes, and the object that owns the arrays.
+
+Id 0 means "none" everywhere: block 0, frame 0 of each tier and node 0 are reserved, so zeroed
+memory is a valid empty state. Each field has a comment: unit, and the rule that binds it.
+Compiled functions take the whole `State` (a named tuple; inside compiled code it costs nothing,
+as an argument from Python about 4 us) and write `state.blocks[b].ref_count += 1`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .jit import JIT_DISABLED
+
+Rows: TypeAlias = Any  # ROW [rows of a step]
+
+DEVICE = 0
+HOST = 1
+NUM_TIERS = 2
+GROUP = 0  # this version has one layer group; the records carry the axis
+
+# Sequence states (design section 2). 0 is a record without a sequence.
+NO_SEQUENCE = 0
+WAITING = 1  # claims no blocks
+RESIDENT = 2  # each of its blocks has a device frame
+SWAPPED = 3  # its blocks may be anywhere, never lost
+
+# Bits of BLOCK.flags
+IN_DEVICE_LRU = 1  # its device frame is evictable
+IN_HOST_LRU = 2  # its host frame is evictable
+MARKED = 4  # counted by the plan being decided; clear between calls
+BUSY = 8  # its host frame is the source of a copy of the plan being made; clear between calls
+
+LEDGER = np.dtype(
+    [
+        ("epoch", "i8"),  # last step planned
+        ("last_out", "i8"),  # last out transfer id given to a plan
+        ("last_in", "i8"),  # last in transfer id given to a plan
+        ("retired_out", "i8"),  # out transfers up to here are known to be done
+        ("retired_in", "i8"),
+        ("arrivals", "i8"),  # sequences ever made; gives SEQUENCE.arrival
+        ("num_out", "i4"),  # rows of the plan lists filled by the call in progress
+        ("num_in", "i4"),
+        ("num_copies", "i4"),
+        ("num_fills", "i4"),
+        ("out_after_step", "i8"),  # waits of the plan being made, see Plan
+        ("out_after_in", "i8"),
+        ("in_after_step", "i8"),
+        ("in_after_out", "i8"),
+        ("step_after_in", "i8"),
+        ("step_after_out", "i8"),
+        ("out_opened", "i4"),  # 1: frames carry the id last_out + 1, so the plan must issue it
+        ("num_groups", "i4"),
+        ("block_size", "i4"),  # tokens
+        ("hash_seed", "i8"),  # 31 random bits, so that crafted collisions cannot be prepared
+        ("write_back", "i4"),  # 1: evicted cached blocks go to the host tier
+        ("record_fills", "i4"),  # 1: vacated device frames are listed for poison (debug)
+        ("block_free", "i4"),  # head of the free block ids, linked through BLOCK.node
+        ("num_blocks_used", "i4"),
+        ("node_free", "i4"),  # head of the free nodes, linked through NODE.parent
+        ("num_nodes", "i4"),
+        ("sequence_free", "i4"),  # head of the free sequence records, linked by next_free
+        ("num_sequences", "i4"),
+        ("tokens_top", "i8"),  # spans of `tokens` begin below here
+        ("table_top", "i8"),
+        ("num_reclaimed", "i4"),  # pass 1 of a plan: evictable frames its rows use themselves
+        ("num_needed", "i4"),  # pass 1 of a plan: frames to take
+        ("error_row", "i4"),  # detail of the error code a batch op returned
+        ("error_needed", "i8"),
+        ("error_available", "i8"),
+        # counters for stats(), never reset (R10)
+        ("hit_tokens", "i8"),
+        ("query_tokens", "i8"),  # known tokens of sequences at their first plan
+        ("evicted_device", "i8"),  # blocks that lost their device frame
+        ("evicted_host", "i8"),
+        ("dropped", "i8"),  # cached blocks that left their last tier
+        ("swap_outs", "i8"),  # sequences swapped out
+        ("swap_ins", "i8"),  # SWAPPED sequences made RESIDENT
+        ("recomputes", "i8"),  # sequences that gave up their blocks
+        ("evicted_clean", "i8"),  # of evicted_device: host copy complete, nothing copied
+        ("clean_swap_outs", "i8"),  # blocks that swap_out found clean: nothing copied
+        ("blocks_out", "i8"),  # blocks copied device to host
+        ("blocks_in", "i8"),
+        ("copied_on_write", "i8"),
+        ("merged", "i8"),  # blocks replaced by an equal published block
+        ("published", "i8"),
+    ]
+)
+
+POOL = np.dtype(  # one per group and tier
+    [
+        ("first", "i8"),  # index in `frames` of this pool's frame 0
+        ("num_frames", "i4"),  # usable frames, without the reserved frame 0
+        ("num_free", "i4"),  # R1
+        ("free_head", "i4"),  # linked through FRAME.next
+        ("num_evictable", "i4"),  # length of the LRU list (R2)
+        ("oldest", "i4"),  # LRU ends, linked through FRAME.previous / next
+        ("newest", "i4"),
+        ("peak", "i4"),  # most frames not free at once (R10)
+    ]
+)
+
+BLOCK = np.dtype(
+    [
+        ("ref_count", "i4"),  # table entries naming it, and copy-on-write sources held (R2)
+        ("num_resident", "i4"),  # of these, entries of RESIDENT tables
+        ("node", "i4"),  # its trie node once published (R4); free ids: the next free id
+        ("device_frame", "i4"),
+        ("host_frame", "i4"),
+        ("num_tokens", "i2"),  # valid slots, counted from offset 0
+        ("num_pins", "u2"),  # live pins naming it
+        ("flags", "i4"),
+    ]
+)
+
+FRAME = np.dtype(
+    [
+        ("block", "i4"),  # 0: free (or reserved)
+        ("previous", "i4"),  # in the LRU: the next older frame
+        ("next", "i4"),  # in the LRU: the next newer; on the free list: the next free
+        ("generation", "u4"),  # number of its reuse (R11)
+        ("last_use", "i8"),  # device: last step of a sequence that could touch it (R6)
+        ("fence_out", "i8"),  # last out transfer reading (device) or writing (host) it (R3)
+        ("fence_in", "i8"),  # last in transfer writing (device) or reading (host) it
+        ("num_tokens", "i4"),  # host: tokens the copy holds; clean = the block's number
+    ]
+)
+
+NODE = np.dtype(
+    [
+        ("parent", "i4"),  # > 0 a node, < 0 minus a namespace id; free nodes: the next free
+        ("num_children", "i4"),
+        ("hash", "u4"),  # chained; also says where the index keeps it
+    ]
+)
+
+NAMESPACE = np.dtype([("num_children", "i4"), ("num_sequences", "i4")])
+
+TABLE = np.dtype([("start", "i8"), ("capacity", "i4"), ("num_blocks", "i4")])
+
+SEQUENCE = np.dtype(
+    [
+        ("state", "i4"),
+        ("next_free", "i4"),
+        ("namespace", "i4"),
+        ("priority", "i4"),
+        ("arrival", "i8"),  # order of coming
+        ("tokens_start", "i8"),  # span in `tokens`
+        ("keys_start", "i8"),  # span of what the trie compares: the tokens' own, or, with extras,
+        # another one of the same capacity
+        ("tokens_capacity", "i4"),
+        ("num_tokens", "i4"),  # known tokens, drafts included
+        ("num_drafts", "i4"),  # unaccepted, at the end
+        ("num_computed", "i4"),  # tokens whose hidden state was computed, or need not be
+        ("num_stored", "i4"),  # tokens whose K/V is stored; > num_computed only on a full hit
+        ("num_published", "i4"),  # leading blocks that are in the trie
+        ("num_cached", "i4"),  # tokens served by the trie; before the first plan a forecast
+        ("max_cached", "i4"),  # limit of num_cached, -1 none
+        ("publish", "i4"),  # 1: its full blocks enter the trie
+        ("queried", "i4"),  # 1: counted in query_tokens
+        ("step", "i8"),  # the open step it is planned in, 0 none
+        ("last_step", "i8"),  # last step it was planned in
+        ("fence_in", "i8"),  # its blocks have arrived when this in transfer is done
+        ("fresh", "i4"),  # 1: swapped in and not yet stepped, so no victim (design section 2)
+        ("freed", "i4"),  # 1: freed inside an open step; goes when the step ends
+        ("num_swaps", "i4"),  # times swapped out
+    ]
+)
+
+ROW = np.dtype(  # one sequence of a step, from decision to end
+    [
+        ("sequence", "i4"),
+        ("num_tokens", "i4"),  # asked for (-1: what is pending), then decided
+        ("reason", "i4"),  # why it is left out, 0: it is planned
+        ("found_start", "i4"),  # in the scratch list of blocks found in the trie
+        ("num_found", "i4"),
+        ("old_state", "i4"),  # what an exception in the body restores
+        ("old_blocks", "i4"),
+        ("old_computed", "i4"),
+        ("old_stored", "i4"),
+        ("old_published", "i4"),
+        ("old_cached", "i4"),
+        ("old_queried", "i4"),
+        ("copy_index", "i4"),  # table entry that was copied on write, -1 none
+        ("copy_source", "i4"),  # its former block, held until the step ends
+    ]
+)
+
+SPAN_CLASS = np.dtype([("free_head", "i8")])  # -1 none; one per size class and kind of span
+NUM_SPAN_CLASSES = 40
+
+
+class State(NamedTuple):
+    """The arrays of one ledger. `sequences`, `tables`, `namespaces`, `tokens`, `table`
+    and `frame_table` grow; the others have their final size from the start."""
+
+    ledger: NDArray[Any]  # LEDGER, one record
+    pools: NDArray[Any]  # POOL [num_groups * NUM_TIERS]
+    blocks: NDArray[Any]  # BLOCK [1 + frames of all tiers]
+    frames: NDArray[Any]  # FRAME, the pools one after another
+    nodes: NDArray[Any]  # NODE [1 + frames of all tiers]
+    node_blocks: NDArray[np.int32]  # [nodes, num_groups]: block id of the node, 0 none
+    node_keys: NDArray[np.int32]  # [nodes, block_size]: its token row (R4)
+    index: NDArray[np.int32]  # open addressing: node ids by hash
+    namespaces: NDArray[Any]  # NAMESPACE, id 0 unused
+    sequences: NDArray[Any]  # SEQUENCE, record 0 unused
+    tables: NDArray[Any]  # TABLE [sequences, num_groups]
+    spans: NDArray[Any]  # SPAN_CLASS [2 * NUM_SPAN_CLASSES]: tokens, then table
+    tokens: NDArray[np.int32]  # token ids, a span or two per sequence
+    table: NDArray[np.int32]  # block ids, a span per sequence and group
+    frame_table: NDArray[np.int32]  # the same spans: device frames while RESIDENT, else stale
+    out_list: NDArray[np.int32]  # [device frames + 1, 3]: device frame, host frame, tokens
+    in_list: NDArray[np.int32]  # [device frames + 1, 3]: host frame, device frame, tokens
+    copy_list: NDArray[np.int32]  # [device frames + 1, 3]: source, target, tokens
+    fill_list: NDArray[np.int32]  # device frames vacated (debug)
+
+
+def records(shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Zeroed records; attribute access works in plain Python too (NUMBA_DISABLE_JIT=1)."""
+    array = np.zeros(shape, dtype)
+    return array.view(np.recarray) if JIT_DISABLED else array
+
+
+def grown(array: NDArray[Any], length: int) -> NDArray[Any]:
+    """A copy of `array` with at least `length` rows, the new ones zero. Amortised O(1)."""
+    length = max(length, array.shape[0] * 2)
+    bigger = np.zeros((length, *array.shape[1:]), array.dtype)
+    bigger[: array.shape[0]] = array
+    return bigger.view(np.recarray) if isinstance(array, np.recarray) else bigger
+
+
+def metadata_bytes_per_block(block_size: int, num_groups: int = 1) -> int:
+    """Bytes of records per frame of either tier, without the token row itself."""
+    index_bytes = 3 * 4 // 2  # one and a half index entries a node
+    return BLOCK.itemsize + FRAME.itemsize + NODE.itemsize + 4 * num_groups + index_bytes
+
+
+def make_state(
+    *,
+    device_blocks: int,
+    host_blocks: int,
+    block_size: int,
+    write_back: bool,
+    record_fills: bool,
+    hash_seed: int,
+) -> State:
+    """Build the empty ledger: every frame, block id and node is free. O(frames)."""
+    counts = (device_blocks, host_blocks)
+    num_blocks = 1 + sum(counts)
+    ledger = records(1, LEDGER)
+    ledger["num_groups"] = 1
+    ledger["block_size"] = block_size
+    ledger["write_back"] = write_back
+    ledger["record_fills"] = record_fills
+    ledger["hash_seed"] = hash_seed
+    pools = records(NUM_TIERS, POOL)
+    frames = records(sum(count + 1 for count in counts), FRAME)
+    first = 0
+    for tier, count in enumerate(counts):
+        pool = pools[tier : tier + 1]
+        pool["first"] = first
+        pool["num_frames"] = pool["num_free"] = count
+        pool["free_head"] = 1 if count else 0
+        # ascending, so that blocks taken together lie together and their copies coalesce
+        frames["next"][first + 1 : first + count] = np.arange(2, count + 1)
+        first += count + 1
+    blocks = records(num_blocks, BLOCK)
+    blocks["node"][1:-1] = np.arange(2, num_blocks)
+    nodes = records(num_blocks, NODE)
+    nodes["parent"][1:-1] = np.arange(2, num_blocks)
+    ledger["block_free"] = ledger["node_free"] = 1 if num_blocks > 1 else 0
+    spans = records(2 * NUM_SPAN_CLASSES, SPAN_CLASS)
+    spans["free_head"] = -1
+    sequences = records(65, SEQUENCE)
+    sequences["next_free"][1:-1] = np.arange(2, 65)
+    ledger["sequence_free"] = 1
+    fills = 4 * device_blocks + 4 if record_fills else 1
+    return State(
+        ledger=ledger,
+        pools=pools,
+        blocks=blocks,
+        frames=frames,
+        nodes=nodes,
+        node_blocks=np.zeros((num_blocks, 1), np.int32),
+        node_keys=np.zeros((num_blocks, block_size), np.int32),
+        index=np.zeros(max(16, num_blocks * 3 // 2), np.int32),
+        namespaces=records(8, NAMESPACE),
+        sequences=sequences,
+        tables=records((65, 1), TABLE),
+        spans=spans,
+        tokens=np.zeros(1 << 12, np.int32),
+        table=np.zeros(1 << 8, np.int32),
+        frame_table=np.zeros(1 << 8, np.int32),
+        out_list=np.zeros((device_blocks + 1, 3), np.int32),
+        in_list=np.zeros((device_blocks + 1, 3), np.int32),
+        copy_list=np.zeros((device_blocks + 1, 3), np.int32),
+        fill_list=np.zeros(fills, np.int32),
+    )

@@ -1,0 +1,60 @@
+"""The seam between the ledger (integers) and the store (bytes): one `Plan` per Manager call.
+
+A plan is flat int32 arrays and a few ids. The ledger makes it, the store runs it, in the order of
+making; nothing else passes between the two, so that several stores (one a tensor-parallel rank)
+can run the same plans.
+
+Order (R6) is told by three counters that only grow, each finished in order:
+
+- out transfers (device to host) 1, 2, 3, ... on one stream;
+- in transfers (host to device) 1, 2, 3, ... on another stream;
+- steps (epochs) 1, 2, 3, ... on the compute stream.
+
+"After n" means: all of that kind with an id up to n are done; 0 means nothing to wait for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]
+
+
+def _none() -> Ids:
+    return np.empty(0, np.int32)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What the store has to do for one call. All arrays are int32 and one-dimensional."""
+
+    out_id: int = 0  # 0: this plan has no out transfer
+    out_device: Ids = field(default_factory=_none)  # device frame -> host frame
+    out_host: Ids = field(default_factory=_none)
+    out_tokens: Ids = field(default_factory=_none)  # filled slots of each block
+    fill_frames: Ids = field(default_factory=_none)  # device frames to poison (debug), on the out
+    # stream after the copies of this plan
+    out_after_step: int = 0  # the last step that wrote what is copied
+    out_after_in: int = 0  # the last in transfer that reads the host frames now written
+
+    in_id: int = 0  # 0: this plan has no in transfer
+    in_host: Ids = field(default_factory=_none)  # host frame -> device frame
+    in_device: Ids = field(default_factory=_none)
+    in_tokens: Ids = field(default_factory=_none)
+    in_after_step: int = 0  # the last step that used the device frames now written
+    in_after_out: int = 0  # the last out transfer that uses either frame
+
+    step_epoch: int = 0  # 0: this plan has no step
+    step_after_in: int = 0
+    step_after_out: int = 0
+    copy_source: Ids = field(default_factory=_none)  # copy-on-write, on the compute stream
+    copy_target: Ids = field(default_factory=_none)
+    copy_tokens: Ids = field(default_factory=_none)
+
+    @property
+    def is_empty(self) -> bool:
+        """True when the store has nothing to submit (a step without copies counts as empty)."""
+        return not (self.out_id or self.in_id)

@@ -1,0 +1,93 @@
+"""What ``debug=True`` adds to the store: poison, guard frames, checksums (R11)."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuda_kernels.dtypes import nan_pattern
+from kvmem.errors import CorruptEntry
+from kvmem.store.arena import Arena
+from kvmem.store.device import FrameIds
+from kvmem.store.layout import Layout
+
+
+class Checks:
+    """Guards and checksums of one store. Each method reads or writes whole frames: debug only.
+
+    ``record`` runs on the out stream and ``verify`` on the in stream; the fences that order the
+    copies order these too.
+    """
+
+    def __init__(self, layout: Layout, device: Arena, host: Arena | None) -> None:
+        self._layout = layout
+        self._device = device
+        self._host = host
+        self._pattern: np.generic = nan_pattern(layout.dtype_name)
+        num_host = host.num_frames if host is not None else 0
+        self._sums: NDArray[np.uint32] = np.zeros(num_host, np.uint32)
+        self._tokens: NDArray[np.int32] = np.full(num_host, -1, np.int32)
+        self._poison_at_start(device)
+        if host is not None:
+            self._poison_at_start(host)
+
+    def _poison_at_start(self, arena: Arena) -> None:
+        """NaN in every frame but the null frame; the last one, the guard, must stay so."""
+        self._bits(arena)[1:] = self._pattern
+
+    def _bits(self, arena: Arena) -> NDArray[Any]:
+        """The arena as unsigned words of the size of an element: NaN has equal bits only there."""
+        return arena.bytes.view(self._pattern.dtype)
+
+    def poison(self, frames: FrameIds) -> None:
+        """Fill device frames with NaN: a reader of a vacated slot shows it at once."""
+        from cuda_kernels import fill_frames
+
+        fill_frames(self._bits(self._device), frames, self._pattern)
+
+    def record(self, device_ids: FrameIds, host_ids: FrameIds, tokens: FrameIds) -> None:
+        """Keep the checksum of what is about to go out, read at its source.
+
+        Read before the copy: a frame that is written during its copy (a breach of R3) then differs.
+        """
+        for device_id, host_id, num_tokens in zip(device_ids, host_ids, tokens, strict=True):
+            self._sums[host_id] = zlib.crc32(self._device.bytes[device_id])
+            self._tokens[host_id] = num_tokens
+
+    def verify(self, host_ids: FrameIds, device_ids: FrameIds, tokens: FrameIds) -> None:
+        """Compare what has come in, at its target. Raises ``CorruptEntry`` for the first breach."""
+        for host_id, device_id, num_tokens in zip(host_ids, device_ids, tokens, strict=True):
+            held = int(self._tokens[host_id])
+            if held < num_tokens:
+                raise CorruptEntry(
+                    f"host frame {host_id} holds {max(held, 0)} tokens, {num_tokens} were asked "
+                    "back (R11); recompute the sequence"
+                )
+            got = zlib.crc32(self._device.bytes[device_id])
+            if got != self._sums[host_id]:
+                raise CorruptEntry(
+                    f"host frame {host_id} came back to device frame {device_id} with checksum "
+                    f"{got:#010x}, it went out with {int(self._sums[host_id]):#010x} (R11); "
+                    "recompute the sequence"
+                )
+
+    def breaches(self) -> list[str]:
+        """What is wrong with guard and null frames; empty when nothing is.
+
+        The guard lies behind the last frame of each arena; the null frame is frame 0.
+        """
+        found = []
+        for arena in (self._device, self._host):
+            if arena is None:
+                continue
+            guard = self._bits(arena)[-1]
+            bad = np.flatnonzero(guard != self._pattern)
+            if bad.size:
+                found.append(f"{arena.name} guard frame was written at element {bad[0]}")
+            bad = np.flatnonzero(arena.bytes[0])
+            if bad.size:
+                found.append(f"{arena.name} null frame 0 was written at byte {bad[0]}")
+        return found

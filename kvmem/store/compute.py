@@ -1,0 +1,220 @@
+"""From torch tensors to the kernels and back: write, attend and copy-on-write on one arena.
+
+Tensors are checked here against the layout; slots and copies were checked by the ledger. No tensor
+is copied: 16-bit floats are viewed as uint16, because NumPy has no bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from kvmem.errors import ShapeError
+from kvmem.store.arena import Arena
+from kvmem.store.device import FrameIds
+from kvmem.store.layout import Layout
+
+
+class Compute:
+    """The kernels bound to the device arena of one store.
+
+    ``check=True`` (debug) also checks slots, copies and NaN in what is written; else the slots of
+    the ledger are trusted.
+    """
+
+    def __init__(self, layout: Layout, arena: Arena, *, check: bool) -> None:
+        self._layout = layout
+        self._arena = arena.elements(layout.storage_dtype)
+        self._check = check
+        self._planes = layout.rows()
+        self._common: dict[str, Any] = {
+            "dtype": layout.dtype_name,
+            "block_size": layout.block_size,
+            "num_kv_heads": layout.num_kv_heads,
+            "head_dim": layout.head_dim,
+            "value_dim": layout.value_dim,
+        }
+
+    def write(
+        self,
+        layer: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slot_mapping: NDArray[np.int64],
+    ) -> None:
+        """Store K and V of one layer; see ``Store.write``."""
+        from cuda_kernels import write_kv
+
+        layout = self._layout
+        key_offset, value_offset = self._offsets(layer)
+        rows = (len(slot_mapping), layout.num_kv_heads)
+        self._check_tensor("key", key, (*rows, layout.head_dim))
+        self._check_tensor("value", value, (*rows, layout.value_dim))
+        if self._check:
+            _check_finite("key", key, slot_mapping)
+            _check_finite("value", value, slot_mapping)
+        write_kv(
+            self._arena,
+            self._array(key),
+            self._array(value),
+            key_offset=key_offset,
+            value_offset=value_offset,
+            slot_mapping=slot_mapping,
+            check=self._check,
+            **self._common,
+        )
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        table: NDArray[np.int32],
+        table_start: NDArray[np.int64],
+        seq_lens: NDArray[Any],
+        query_start: NDArray[Any],
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+        alibi: ArrayLike | torch.Tensor | None,
+        sinks: ArrayLike | torch.Tensor | None,
+        return_lse: bool,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the rows of a batch over one layer; see ``Store.attend``."""
+        from cuda_kernels import paged_attention
+
+        layout = self._layout
+        key_offset, value_offset = self._offsets(layer)
+        num_heads = self._check_query(query, int(query_start[-1]))
+        shape = (query.shape[0], num_heads, layout.value_dim)
+        if out is None:
+            out = torch.empty(shape, dtype=layout.dtype)
+        else:
+            self._check_tensor("out", out, shape)
+        lse = torch.empty(shape[:2], dtype=torch.float32) if return_lse else None
+        paged_attention(
+            self._array(out),
+            self._array(query),
+            self._arena,
+            key_offset=key_offset,
+            value_offset=value_offset,
+            table=table,
+            table_start=table_start,
+            seq_lens=seq_lens,
+            query_start=query_start,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            alibi=_head_vector("alibi", alibi, num_heads),
+            sinks=_head_vector("sinks", sinks, num_heads),
+            lse=None if lse is None else lse.numpy(),
+            check=True,  # scale, window and the like come from the user; cheap beside the work
+            **self._common,
+        )
+        return out if lse is None else (out, lse)
+
+    def copy_on_write(
+        self, source: FrameIds, target: FrameIds, tokens: FrameIds
+    ) -> Callable[[], None]:
+        """The launch that copies the filled slots of whole frames inside the arena (R3)."""
+
+        def run() -> None:
+            from cuda_kernels import copy_blocks
+
+            offsets, heads, widths = self._planes
+            copy_blocks(
+                self._arena,
+                source,
+                target,
+                tokens,
+                block_size=self._layout.block_size,
+                plane_offset=offsets,
+                plane_rows=heads,
+                plane_width=widths,
+                check=self._check,
+            )
+
+        return run
+
+    def _array(self, tensor: torch.Tensor) -> NDArray[Any]:
+        """The tensor's memory as the NumPy storage dtype, no copy."""
+        if tensor.dtype == torch.float32:
+            return tensor.numpy()
+        return tensor.view(torch.uint16).numpy()
+
+    def _offsets(self, layer: int) -> tuple[int, int]:
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise TypeError(f"layer must be an int, got {type(layer).__name__}")
+        if not 0 <= layer < self._layout.num_layers:
+            raise ShapeError(
+                f"layer {layer} does not exist; this config has layers 0 to "
+                f"{self._layout.num_layers - 1}"
+            )
+        return self._layout.layers[layer]
+
+    def _check_query(self, query: torch.Tensor, num_tokens: int) -> int:
+        """The number of query heads, after checking the tensor."""
+        layout = self._layout
+        if not isinstance(query, torch.Tensor):
+            raise TypeError(f"query must be a torch.Tensor, got {type(query).__name__}")
+        if query.dim() != 3:
+            raise ShapeError(
+                f"query has shape {tuple(query.shape)}; expected [num_tokens, num_heads, "
+                f"{layout.head_dim}]"
+            )
+        num_heads = query.shape[1]
+        if num_heads == 0 or num_heads % layout.num_kv_heads:
+            raise ShapeError(
+                f"query has {num_heads} heads, which is no multiple of the {layout.num_kv_heads} "
+                "K/V heads of this config"
+            )
+        self._check_tensor("query", query, (num_tokens, num_heads, layout.head_dim))
+        return num_heads
+
+    def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tuple(tensor.shape) != shape:
+            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
+        if tensor.dtype != self._layout.dtype:
+            raise ShapeError(
+                f"{name} has dtype {tensor.dtype}; expected {self._layout.dtype}, the dtype of "
+                "this config: convert it first"
+            )
+        if tensor.device.type != "cpu":
+            raise ShapeError(f"{name} is on device {tensor.device}; expected cpu: move it first")
+        if tensor.requires_grad:
+            raise ShapeError(
+                f"{name} requires grad; a cache is not differentiable: pass {name}.detach()"
+            )
+
+
+def _check_finite(name: str, tensor: torch.Tensor, slot_mapping: NDArray[np.int64]) -> None:
+    """Refuse NaN in rows that are stored; a skipped row may hold anything."""
+    bad = torch.isnan(tensor).flatten(1).any(1).numpy() & (slot_mapping >= 0)
+    if bad.any():
+        raise ShapeError(
+            f"{name} holds NaN in row {int(np.argmax(bad))} of {len(bad)}; only numbers are stored "
+            "(checked with debug=True): look at the layer that computed it"
+        )
+
+
+def _head_vector(
+    name: str, vector: ArrayLike | torch.Tensor | None, num_heads: int
+) -> NDArray[np.float32] | None:
+    """One float32 number for each query head."""
+    if vector is None:
+        return None
+    if isinstance(vector, torch.Tensor):
+        vector = vector.detach().to(torch.float32).numpy()
+    array = np.ascontiguousarray(vector, dtype=np.float32)
+    if array.shape != (num_heads,):
+        raise ValueError(
+            f"{name} has shape {array.shape}; expected ({num_heads},), one number a query head"
+        )
+    return array

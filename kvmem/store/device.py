@@ -1,0 +1,125 @@
+"""The interface of a device: streams, fences, copies, launches, and what was moved.
+
+Nothing above this line calls torch streams, threads or events. ``cpu.py`` implements it with worker
+threads; a CUDA device does it with CUDA streams, a simulated one with a seeded scheduler.
+
+Ordering (R6) has two sources only: one stream is a FIFO, and ``wait`` orders a stream after a
+fence of another. The host is ordered by ``synchronize`` or by a ``query`` that said yes.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmem.store.arena import Arena
+
+FrameIds = NDArray[np.int32]
+#: Frames of an arena that a launch reads or writes, for a device that checks orderings.
+Access = tuple[Arena, FrameIds]
+
+
+class Stream(enum.IntEnum):
+    """The three streams of a device. Each is a FIFO."""
+
+    COMPUTE = 0
+    OUT = 1  # device -> host
+    IN = 2  # host -> device
+
+
+class Fence(ABC):  # noqa: B024 - a name for what each device makes in its own way
+    """The event that ends a transfer or a step; opaque, belongs to the device that made it."""
+
+    __slots__ = ("label",)
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What one stream has finished moving since the device was made; failed copies don't count."""
+
+    frames: int
+    num_bytes: int
+
+
+class Device(ABC):
+    """Memory and streams of one device. Every method is thread-safe."""
+
+    name: str
+
+    @abstractmethod
+    def new_arena(self, name: str, num_frames: int, frame_bytes: int, *, host: bool) -> Arena:
+        """Zeroed memory for frames, on the device or (``host=True``) on the host beside it."""
+
+    @abstractmethod
+    def new_fence(self, label: str) -> Fence:
+        """A fence that is not reached until it is recorded and its stream came to that point."""
+
+    @abstractmethod
+    def record(self, stream: Stream, fence: Fence) -> None:
+        """Make ``fence`` the end of all that ``stream`` was given up to now."""
+
+    @abstractmethod
+    def wait(self, stream: Stream, fence: Fence) -> None:
+        """What ``stream`` is given from now on runs after ``fence``; the host does not wait.
+
+        The CPU device's COMPUTE stream is the calling thread, so there this call does wait.
+        """
+
+    @abstractmethod
+    def query(self, fence: Fence) -> bool:
+        """Whether ``fence`` is reached; never waits. False for ever after a failure."""
+
+    @abstractmethod
+    def synchronize(self, fence: Fence, timeout: float | None = None) -> bool:
+        """Wait on the host until ``fence`` is reached; False when ``timeout`` seconds passed first.
+
+        Raises ``DeviceUnavailable`` (``CorruptEntry`` where that was the cause) when the device
+        failed, ``ManagerClosed`` when it was closed in the meantime.
+        """
+
+    @abstractmethod
+    def copy_async(
+        self,
+        stream: Stream,
+        target: Arena,
+        target_ids: FrameIds,
+        source: Arena,
+        source_ids: FrameIds,
+    ) -> None:
+        """Copy whole frames, ``source[source_ids[i]] -> target[target_ids[i]]``, on ``stream``.
+
+        The id arrays belong to the device from here on: the caller must not write them again.
+        """
+
+    @abstractmethod
+    def launch(
+        self,
+        stream: Stream,
+        function: Callable[[], None],
+        *,
+        reads: Sequence[Access] = (),
+        writes: Sequence[Access] = (),
+        moved: Moved | None = None,
+    ) -> None:
+        """Run ``function`` in the order of ``stream``; ``moved`` is counted when it has ended."""
+
+    @abstractmethod
+    def moved(self, stream: Stream) -> Moved:
+        """Frames and bytes that ``stream`` has finished moving."""
+
+    @property
+    @abstractmethod
+    def error(self) -> BaseException | None:
+        """What made the device fail, or None. A failed device stays failed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drain or abandon what is queued and end the streams within 5 s; then a no-op."""

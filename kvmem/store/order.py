@@ -1,0 +1,123 @@
+"""The order of transfers: ids 1, 2, 3, ... a direction, and which plans can't be.
+
+A plan is checked before anything of it is queued: a worker has nobody to tell.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvmem.geometry import RESERVED_FRAMES
+from kvmem.store.device import Device, Fence, FrameIds, Stream
+
+if TYPE_CHECKING:
+    from kvmem.plan import Plan
+
+
+class Ids(NamedTuple):
+    """The frames of one transfer and the filled slots of each, int32 arrays of one length."""
+
+    device: FrameIds
+    host: FrameIds
+    tokens: FrameIds
+
+    @classmethod
+    def checked(
+        cls,
+        name: str,
+        device: FrameIds,
+        host: FrameIds,
+        tokens: FrameIds,
+        num_blocks: tuple[int, int],
+    ) -> Ids:
+        """Own copies of the arrays; ``ValueError`` unless each id is in range and lengths agree."""
+        ids = cls(own_copy(device), own_copy(host), own_copy(tokens))
+        if not len(ids.device) == len(ids.host) == len(ids.tokens):
+            raise ValueError(
+                f"{name} transfer has {len(ids.device)} device frames, {len(ids.host)} host "
+                f"frames and {len(ids.tokens)} token counts; the three must be equal"
+            )
+        check_frames(f"{name}_device", ids.device, num_blocks[0])
+        check_frames(f"{name}_host", ids.host, num_blocks[1])
+        return ids
+
+
+class TransferQueue:
+    """Fences of the transfers that are not known to be done. Guarded by the store's lock."""
+
+    __slots__ = ("_device", "_fences", "_first", "_stream", "last")
+
+    def __init__(self, device: Device, stream: Stream) -> None:
+        self._device = device
+        self._stream = stream
+        self._fences: deque[Fence] = deque()
+        self._first = 1  # the id of the first fence kept
+        self.last = 0  # the last id recorded
+
+    def record(self, transfer_id: int) -> None:
+        """The transfer ``transfer_id`` is all that its stream was given up to now."""
+        fence = self._device.new_fence(f"{self._stream.name.lower()} transfer {transfer_id}")
+        self._device.record(self._stream, fence)
+        self._fences.append(fence)
+        self.last = transfer_id
+
+    def fence(self, transfer_id: int) -> Fence | None:
+        """What to wait for so that this transfer is done; None when it is known to be done."""
+        self.retired()
+        index = transfer_id - self._first
+        return self._fences[index] if index >= 0 else None
+
+    def retired(self) -> int:
+        """The last id that is done. The stream is a FIFO, so all before it are done as well."""
+        while self._fences and self._device.query(self._fences[0]):
+            self._fences.popleft()
+            self._first += 1
+        return self._first - 1
+
+
+def own_copy(ids: FrameIds) -> FrameIds:
+    """A copy that the ledger can't change under a queued transfer (case 41)."""
+    return np.array(ids, dtype=np.int32, order="C")
+
+
+def check_frames(name: str, frames: FrameIds, limit: int) -> None:
+    """``ValueError`` when a frame is reserved or behind the last one (case 69)."""
+    if not len(frames):
+        return
+    low, high = int(frames.min()), int(frames.max())
+    if low < RESERVED_FRAMES or high > limit:
+        bad = low if low < RESERVED_FRAMES else high
+        raise ValueError(f"{name} names frame {bad}; allowed: 1 to {limit}")
+
+
+def check_order(plan: Plan, *, last_out: int, last_in: int) -> None:
+    """``ValueError`` unless ids grow by one and nothing waits for what comes after it (R9).
+
+    A plan's in transfer may wait for its out transfer, its step for both, nothing the other way
+    round: so no cycle of waits can arise.
+    """
+    num_out = len(plan.out_device) + len(plan.fill_frames)
+    for name, transfer_id, last, count in (
+        ("out_id", plan.out_id, last_out, num_out),
+        ("in_id", plan.in_id, last_in, len(plan.in_device)),
+    ):
+        if transfer_id not in (0, last + 1):
+            raise ValueError(f"{name} is {transfer_id}; expected {last + 1}, or 0 for none")
+        if count and not transfer_id:
+            raise ValueError(f"{name} is 0 but the plan has {count} frames for it")
+    last_step = plan.step_epoch - 1 if plan.step_epoch else sys.maxsize
+    out_now, in_now = plan.out_id or last_out, plan.in_id or last_in
+    for name, waited, limit in (
+        ("out_after_in", plan.out_after_in, last_in),
+        ("in_after_out", plan.in_after_out, out_now),
+        ("step_after_in", plan.step_after_in, in_now),
+        ("step_after_out", plan.step_after_out, out_now),
+        ("out_after_step", plan.out_after_step, last_step),
+        ("in_after_step", plan.in_after_step, last_step),
+    ):
+        if not 0 <= waited <= limit:
+            raise ValueError(f"{name} is {waited}; the last that it may wait for is {limit}")

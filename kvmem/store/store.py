@@ -1,0 +1,375 @@
+"""The store: one rank's bytes. It runs the ledger's plans on a device and answers what is done.
+
+The way of a plan: ``submit`` queues its copies and returns; ``begin`` lets the compute stream wait
+for what the step needs and copies on write; ``write`` and ``attend`` work; ``end`` records the
+step's fence, which later copies wait for.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from kvmem.errors import (
+    CorruptEntry,
+    DeviceUnavailable,
+    ManagerClosed,
+    NotResident,
+    TransferError,
+)
+from kvmem.geometry import RESERVED_FRAMES, arena_frames
+from kvmem.store.arena import Arena
+from kvmem.store.checks import Checks
+from kvmem.store.compute import Compute
+from kvmem.store.cpu import CpuDevice
+from kvmem.store.device import Device, Fence, FrameIds, Moved, Stream
+from kvmem.store.layout import Layout, StoreConfig
+from kvmem.store.order import Ids, TransferQueue, check_frames, check_order, own_copy
+
+if TYPE_CHECKING:
+    from kvmem.plan import Plan
+
+#: Tier ids, as in the ledger's records.
+DEVICE, HOST = 0, 1
+
+Direction = Literal["out", "in"]
+
+
+class Store:
+    """Arenas, a device and the order of its work (R3, R5, R6, R11). Thread-safe.
+
+    Raises ``ConfigError`` when the memory is refused. Costs two mappings and two idle threads;
+    pages are taken when they are first written (at once with ``debug``, which poisons them).
+    """
+
+    def __init__(self, config: StoreConfig, *, device: Device | None = None) -> None:
+        self.layout = Layout.of(config)
+        self.debug = config.debug
+        self.num_blocks = (config.device_blocks, config.host_blocks)
+        frame_bytes = self.layout.frame_bytes
+        self.device = CpuDevice(sync=config.sync) if device is None else device
+        frames = [arena_frames(blocks, debug=config.debug) for blocks in self.num_blocks]
+        self._device_arena = self.device.new_arena("device", frames[0], frame_bytes, host=False)
+        self._host_arena: Arena | None = None
+        if frames[1]:
+            self._host_arena = self.device.new_arena("host", frames[1], frame_bytes, host=True)
+        self._compute = Compute(self.layout, self._device_arena, check=config.debug)
+        self._checks: Checks | None = None
+        if config.debug:
+            self._checks = Checks(self.layout, self._device_arena, self._host_arena)
+        # Guards the three below; held for a few list operations, never while anything waits.
+        self._lock = threading.Lock()
+        self._transfers = {
+            "out": TransferQueue(self.device, Stream.OUT),
+            "in": TransferQueue(self.device, Stream.IN),
+        }
+        self._steps: dict[int, Fence] = {}
+        self._closed = False
+        self._pid = os.getpid()
+
+    # --- the order of work -------------------------------------------------------------------
+
+    def submit(self, plan: Plan) -> None:
+        """Queue the copies of a plan and open its step; never waits for a device.
+
+        Plans come in the order in which the ledger made them: out and in ids grow by one each. The
+        id arrays are copied, so the ledger may reuse its buffers at once (case 41).
+        Raises ``ValueError`` for a plan that can't be, before anything is queued;
+        ``DeviceUnavailable``, ``CorruptEntry`` or ``ManagerClosed`` when the device is no more.
+        Cost: 150-200 us for a plan of 200 frames each way, 15 us for a step without copies.
+        """
+        self._check_usable()
+        with self._lock:
+            blocks = self.num_blocks
+            out = Ids.checked("out", plan.out_device, plan.out_host, plan.out_tokens, blocks)
+            into = Ids.checked("in", plan.in_device, plan.in_host, plan.in_tokens, blocks)
+            poison = own_copy(plan.fill_frames)
+            check_frames("fill_frames", poison, blocks[DEVICE])
+            last_out, last_in = self._transfers["out"].last, self._transfers["in"].last
+            check_order(plan, last_out=last_out, last_in=last_in)
+            if plan.out_id:
+                self._submit_out(plan, out, poison)
+            if plan.in_id:
+                self._submit_in(plan, into)
+            if plan.step_epoch:
+                self._open_step(plan.step_epoch)
+
+    def begin(self, plan: Plan) -> None:
+        """Let the compute stream wait for what the plan's step needs, then copy on write (R3, R6).
+
+        On the CPU device the calling thread is the compute stream: it waits here, under no lock.
+        Raises as ``submit`` when the device failed or was closed meanwhile.
+        """
+        self._check_usable()
+        with self._lock:
+            into, out = self._transfers["in"], self._transfers["out"]
+            if plan.step_after_in > into.last or plan.step_after_out > out.last:
+                raise ValueError("the plan's step waits for a transfer not submitted; submit first")
+            fences = (into.fence(plan.step_after_in), out.fence(plan.step_after_out))
+            if plan.step_epoch:
+                self._open_step(plan.step_epoch)
+        for fence in fences:
+            if fence is not None:
+                self.device.wait(Stream.COMPUTE, fence)
+        if len(plan.copy_source):
+            self._copy_on_write(plan)
+
+    def end(self, step_epoch: int) -> None:
+        """Record the fence of a step: all its work is on the compute stream. A second call: no-op.
+
+        To be called for every step that was submitted or begun, also one whose body raised;
+        legal after a failure of the device.
+        """
+        with self._lock:
+            fence = self._steps.pop(step_epoch, None)
+        if fence is not None:
+            self.device.record(Stream.COMPUTE, fence)
+
+    def retired(self) -> tuple[int, int]:
+        """The last out id and the last in id that are done, with all before them; never waits."""
+        with self._lock:
+            return self._transfers["out"].retired(), self._transfers["in"].retired()
+
+    def wait(self, direction: Direction, transfer_id: int, timeout: float | None = None) -> bool:
+        """Wait on the host for a transfer and all before it; False when ``timeout`` s passed.
+
+        Raises ``ValueError`` for an id never submitted, ``TransferError`` (``CorruptEntry``) when
+        the transfer failed, ``ManagerClosed`` when the store was closed meanwhile.
+        """
+        self._check_open()
+        if direction not in self._transfers:
+            raise ValueError(f"direction {direction!r} is unknown; allowed: 'out', 'in'")
+        if timeout is not None and not (timeout >= 0 or math.isinf(timeout)):
+            raise ValueError(f"timeout {timeout} s; allowed: None or a number >= 0")
+        with self._lock:
+            queue = self._transfers[direction]
+            if not 0 <= transfer_id <= queue.last:
+                raise ValueError(
+                    f"{direction} transfer {transfer_id} was never submitted; the last is "
+                    f"{queue.last}"
+                )
+            fence = queue.fence(transfer_id)
+        if fence is None:
+            return True
+        try:
+            return self.device.synchronize(fence, None if timeout == math.inf else timeout)
+        except DeviceUnavailable as error:
+            raise TransferError(str(error)) from self.error
+
+    @property
+    def error(self) -> BaseException | None:
+        """What made the device fail, or None. A failed store stays failed (R8)."""
+        return self.device.error
+
+    # --- bytes -------------------------------------------------------------------------------
+
+    def write(
+        self,
+        layer: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slot_mapping: NDArray[np.int64],
+    ) -> None:
+        """Store K ``[num_tokens, num_kv_heads, head_dim]`` and V (``value_dim``) of one layer.
+
+        ``slot_mapping`` int64 ``[num_tokens]``: frame * block_size + offset, -1 skips the token.
+        Slots are trusted, except with ``debug``. Raises ``ShapeError`` or ``TypeError`` for a
+        wrong tensor (with ``debug`` also for NaN), ``ValueError`` for a slot out of range; nothing
+        is written then.
+        """
+        self._check_open()
+        self._compute.write(layer, key, value, slot_mapping)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        table: NDArray[np.int32],
+        table_start: NDArray[np.int64],
+        seq_lens: NDArray[Any],
+        query_start: NDArray[Any],
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        alibi: ArrayLike | torch.Tensor | None = None,
+        sinks: ArrayLike | torch.Tensor | None = None,
+        return_lse: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention of a mixed batch over one layer's paged K/V, causal.
+
+        ``query`` ``[num_tokens, num_heads, head_dim]`` of the config's dtype; block j of row i is
+        frame ``table[table_start[i] + j]``; row i has ``query_start[i + 1] - query_start[i]``
+        queries, the last ones of its ``seq_lens[i]`` tokens (int32 or int64). Returns
+        ``[num_tokens, num_heads, value_dim]`` (in ``out`` if given) and with ``return_lse`` the
+        natural log-sum-exp, float32 ``[num_tokens, num_heads]``. Tables are checked (case 69).
+        Raises ``ShapeError``, ``TypeError`` or ``ValueError`` before anything is computed.
+        """
+        self._check_open()
+        return self._compute.attend(
+            layer,
+            query,
+            table=table,
+            table_start=table_start,
+            seq_lens=seq_lens,
+            query_start=query_start,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            alibi=alibi,
+            sinks=sinks,
+            return_lse=return_lse,
+            out=out,
+        )
+
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of K and V of a layer in the device arena, frame 0 (the null frame) included.
+
+        ``[device_blocks + 1, block_size, num_kv_heads, head_dim | value_dim]``, strided, no copy.
+        """
+        return self._views(DEVICE, layer)
+
+    def block_view(self, tier: int, frame: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of K and V of a layer in one frame: ``[block_size, num_kv_heads, dim]``.
+
+        Raises ``ValueError`` for a frame out of range, ``NotResident`` for a tier that is off.
+        The bytes of a frame under a copy are in motion: ``wait`` for it first.
+        """
+        key, value = self._views(tier, layer)
+        if not RESERVED_FRAMES <= frame <= self.num_blocks[tier]:
+            raise ValueError(
+                f"frame {frame} is out of range; tier {tier} has frames 1 to "
+                f"{self.num_blocks[tier]}"
+            )
+        return key[frame], value[frame]
+
+    # --- state -------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """Blocks and bytes moved up to now, counted at the device when the work had ended.
+
+        ``out_*`` device to host, ``in_*`` host to device, ``copied_*`` on the device (copy on
+        write; its bytes are those of the filled slots). ``*_arena_bytes`` is the memory of a tier.
+        """
+        self._check_open()
+        counts: dict[str, int] = {}
+        names = (("out", Stream.OUT), ("in", Stream.IN), ("copied", Stream.COMPUTE))
+        for name, stream in names:
+            moved = self.device.moved(stream)
+            counts[f"{name}_blocks"] = moved.frames
+            counts[f"{name}_bytes"] = moved.num_bytes
+        counts["device_arena_bytes"] = self._device_arena.num_bytes
+        counts["host_arena_bytes"] = self._host_arena.num_bytes if self._host_arena else 0
+        return counts
+
+    def check_guards(self) -> list[str]:
+        """Breaches of the guard and null frames, in words; empty without ``debug``."""
+        self._check_open()
+        return [] if self._checks is None else self._checks.breaches()
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Abandon what is queued, end the workers within 5 s, give the memory back; then a no-op.
+
+        In a forked child: a no-op, the memory is the parent's.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        self.device.close()
+        self._device_arena.close()
+        if self._host_arena is not None:
+            self._host_arena.close()
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _submit_out(self, plan: Plan, out: Ids, poison: FrameIds) -> None:
+        device, queue = self.device, self._transfers["out"]
+        source, target = self._device_arena, self._host_arena
+        self._after(Stream.OUT, self._steps.get(plan.out_after_step))
+        self._after(Stream.OUT, self._transfers["in"].fence(plan.out_after_in))
+        if len(out.device) and target is not None:
+            if self._checks is not None:
+                note = partial(self._checks.record, out.device, out.host, out.tokens)
+                device.launch(Stream.OUT, note, reads=((source, out.device),))
+            device.copy_async(Stream.OUT, target, out.host, source, out.device)
+        if len(poison) and self._checks is not None:
+            fill = partial(self._checks.poison, poison)
+            device.launch(Stream.OUT, fill, writes=((source, poison),))
+        queue.record(plan.out_id)
+
+    def _submit_in(self, plan: Plan, into: Ids) -> None:
+        device, queue = self.device, self._transfers["in"]
+        source, target = self._host_arena, self._device_arena
+        self._after(Stream.IN, self._steps.get(plan.in_after_step))
+        self._after(Stream.IN, self._transfers["out"].fence(plan.in_after_out))
+        if len(into.host) and source is not None:
+            device.copy_async(Stream.IN, target, into.device, source, into.host)
+            if self._checks is not None:
+                compare = partial(self._checks.verify, into.host, into.device, into.tokens)
+                device.launch(Stream.IN, compare, reads=((target, into.device),))
+        queue.record(plan.in_id)
+
+    def _copy_on_write(self, plan: Plan) -> None:
+        source, target = own_copy(plan.copy_source), own_copy(plan.copy_target)
+        tokens = own_copy(plan.copy_tokens)
+        check_frames("copy_source", source, self.num_blocks[DEVICE])
+        check_frames("copy_target", target, self.num_blocks[DEVICE])
+        arena = self._device_arena
+        self.device.launch(
+            Stream.COMPUTE,
+            self._compute.copy_on_write(source, target, tokens),
+            reads=((arena, source),),
+            writes=((arena, target),),
+            moved=Moved(len(source), int(tokens.sum()) * self.layout.token_bytes),
+        )
+
+    def _after(self, stream: Stream, fence: Fence | None) -> None:
+        """Order a stream after a fence; None is a fence that was reached and forgotten."""
+        if fence is not None:
+            self.device.wait(stream, fence)
+
+    def _open_step(self, epoch: int) -> None:
+        if epoch not in self._steps:
+            self._steps[epoch] = self.device.new_fence(f"step {epoch}")
+
+    def _views(self, tier: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check_open()
+        if not 0 <= layer < self.layout.num_layers:
+            raise ValueError(
+                f"layer {layer} does not exist; allowed: 0 to {self.layout.num_layers - 1}"
+            )
+        if tier not in (DEVICE, HOST):
+            raise ValueError(f"tier {tier} is unknown; allowed: {DEVICE} (device), {HOST} (host)")
+        arena = self._device_arena if tier == DEVICE else self._host_arena
+        if arena is None:
+            raise NotResident("the host tier is off; set host_blocks or host_memory to have one")
+        frames = self.num_blocks[tier] + RESERVED_FRAMES
+        return self.layout.views(arena.typed(self.layout.dtype)[:frames], layer)
+
+    def _check_open(self) -> None:
+        if self._closed or os.getpid() != self._pid:
+            what = "was closed" if self._closed else "belongs to the process that made it"
+            raise ManagerClosed(f"the store {what}; make a new Manager here")
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        error = self.device.error
+        if error is not None:
+            kind = CorruptEntry if isinstance(error, CorruptEntry) else DeviceUnavailable
+            raise kind(
+                f"the device failed and the store with it: {str(error)[:160]}; close this "
+                "Manager and make a new one"
+            ) from error

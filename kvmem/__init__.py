@@ -30,9 +30,9 @@ from kvmem.errors import (
 if TYPE_CHECKING:
     from kvmem import ops
     from kvmem.block import Block
+    from kvmem.cache import Match, Pin
     from kvmem.config import Config, LayerSpec
-    from kvmem.manager import Manager, Match
-    from kvmem.pin import Pin
+    from kvmem.manager import Manager
     from kvmem.sequence import Sequence
     from kvmem.size_plan import SizePlan
     from kvmem.step import Step
@@ -73,8 +73,8 @@ _HOME = {
     "Config": "kvmem.config",
     "LayerSpec": "kvmem.config",
     "Manager": "kvmem.manager",
-    "Match": "kvmem.manager",
-    "Pin": "kvmem.pin",
+    "Match": "kvmem.cache",
+    "Pin": "kvmem.cache",
     "Sequence": "kvmem.sequence",
     "SizePlan": "kvmem.size_plan",
     "Step": "kvmem.step",

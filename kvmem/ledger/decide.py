@@ -54,9 +54,9 @@ def clear_marks(state: State, rows: Rows, num_rows: int, found: NDArray[np.int32
             b = state.table[table.start + j]
             if state.sequences[row.sequence].state == RESIDENT:
                 break
-            state.blocks[b].flags &= ~MARKED
+            state.blocks[b].bits &= ~MARKED
         for j in range(row.found_start, row.found_start + row.num_found):
-            state.blocks[found[j]].flags &= ~MARKED
+            state.blocks[found[j]].bits &= ~MARKED
 
 
 @entry_point
@@ -106,7 +106,7 @@ def max_found(state: State, s: int) -> int:
 def count_block(state: State, b: int, need: NDArray[np.int64]) -> None:
     """Add one block that a row wants on the device to its `need` (needed, reclaimed). O(1)."""
     block = state.blocks[b]
-    if block.flags & MARKED:
+    if block.bits & MARKED:
         return
     if block.device_frame == 0:
         need[0] += 1
@@ -176,14 +176,14 @@ def mark_row(state: State, row_at: Rows, found: NDArray[np.int32]) -> None:
     table = state.tables[row.sequence, GROUP]
     if state.sequences[row.sequence].state != RESIDENT:
         for j in range(table.num_blocks):
-            state.blocks[state.table[table.start + j]].flags |= MARKED
+            state.blocks[state.table[table.start + j]].bits |= MARKED
     for j in range(row.found_start, row.found_start + row.num_found):
-        state.blocks[found[j]].flags |= MARKED
+        state.blocks[found[j]].bits |= MARKED
 
 
 @compiled
 def has_hash(hashes: NDArray[np.int64], row_hash: int) -> bool:
-    """True when an earlier row computes the block with this hash (a collision only delays). O(1)."""
+    """True when an earlier row computes the block of this hash (a collision delays). O(1)."""
     i = row_hash % hashes.shape[0]
     while hashes[i] != NO_HASH:
         if hashes[i] == row_hash:

@@ -93,7 +93,7 @@ def abort_row(state: State, row_at: Rows) -> None:
 
 @compiled
 def finish(state: State, rows: Rows, epoch: int, commit: bool) -> None:
-    """End a step. Rows are put back in reverse order, so that the LRU keeps its order. O(tokens)."""
+    """End a step. Rows are put back in reverse, so that the LRU keeps its order. O(tokens)."""
     if commit:
         for i in range(rows.shape[0]):
             if rows[i].reason == PLANNED:

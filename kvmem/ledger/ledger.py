@@ -126,6 +126,10 @@ class Ledger:
             return False
         return True
 
+    def knows_namespace(self, name: bytes) -> bool:
+        """True when something was ever created in it and it was not forgotten since."""
+        return name in self._namespaces
+
     def namespace_id(self, name: bytes) -> int:
         """The number of a namespace, made if new; unused ones are forgotten now and then."""
         known = self._namespaces.get(name)

@@ -40,12 +40,12 @@ def count_host_need(state: State, seqs: Ids, need: NDArray[np.int64]) -> None:
         table = state.tables[seqs[i], GROUP]
         for j in range(table.start, table.start + table.num_blocks):
             block = state.blocks[state.table[j]]
-            if block.flags & MARKED:
+            if block.bits & MARKED:
                 continue
-            block.flags |= MARKED
+            block.bits |= MARKED
             if block.host_frame == 0:
                 need[0] += 1
-            elif block.flags & IN_HOST_LRU:
+            elif block.bits & IN_HOST_LRU:
                 need[1] += 1
 
 
@@ -55,7 +55,7 @@ def unmark_tables(state: State, seqs: Ids) -> None:
     for i in range(seqs.shape[0]):
         table = state.tables[seqs[i], GROUP]
         for j in range(table.start, table.start + table.num_blocks):
-            state.blocks[state.table[j]].flags &= ~MARKED
+            state.blocks[state.table[j]].bits &= ~MARKED
 
 
 @compiled
@@ -116,7 +116,7 @@ def count_device_need(state: State, seqs: Ids, need: NDArray[np.int64]) -> None:
         table = state.tables[seqs[i], GROUP]
         for j in range(table.start, table.start + table.num_blocks):
             count_block(state, int(state.table[j]), need)
-            state.blocks[state.table[j]].flags |= MARKED
+            state.blocks[state.table[j]].bits |= MARKED
 
 
 @entry_point

@@ -37,8 +37,8 @@ def host_at(state: State, h: int) -> int:
 def leave_list(state: State, b: int, bit: int) -> None:
     """Take a block's frame out of the device or host LRU if it is there. O(1)."""
     block = state.blocks[b]
-    if block.flags & bit:
-        block.flags &= ~bit
+    if block.bits & bit:
+        block.bits &= ~bit
         if bit == IN_DEVICE_LRU:
             lru.remove(state, DEVICE, block.device_frame)
         else:
@@ -47,18 +47,18 @@ def leave_list(state: State, b: int, bit: int) -> None:
 
 @compiled
 def settle_lists(state: State, b: int) -> None:
-    """Bring a block's places in the LRU lists in line with its counts; it enters as newest. O(1)."""
+    """Bring a block's places in the LRU lists in line with its counts; as newest. O(1)."""
     block = state.blocks[b]
     if block.device_frame != 0 and block.num_resident == 0 and block.num_pins == 0:
-        if not block.flags & IN_DEVICE_LRU:
-            block.flags |= IN_DEVICE_LRU
+        if not block.bits & IN_DEVICE_LRU:
+            block.bits |= IN_DEVICE_LRU
             lru.append_newest(state, DEVICE, block.device_frame)
     else:
         leave_list(state, b, IN_DEVICE_LRU)
     unowned = block.ref_count == block.num_resident  # no SWAPPED table relies on the host copy
-    if block.host_frame != 0 and unowned and not block.flags & BUSY:
-        if not block.flags & IN_HOST_LRU:
-            block.flags |= IN_HOST_LRU
+    if block.host_frame != 0 and unowned and not block.bits & BUSY:
+        if not block.bits & IN_HOST_LRU:
+            block.bits |= IN_HOST_LRU
             lru.append_newest(state, HOST, block.host_frame)
     else:
         leave_list(state, b, IN_HOST_LRU)
@@ -105,7 +105,7 @@ def forget_block(state: State, b: int) -> None:
     if block.node:
         remove_node(state, int(block.node))
     block.num_tokens = 0
-    block.flags = 0
+    block.bits = 0
     block.node = ledger.block_free
     ledger.block_free = b
     ledger.num_blocks_used -= 1
@@ -240,7 +240,7 @@ def evict_device(state: State) -> int:
     ledger.evicted_device += 1
     if is_clean(state, b):
         ledger.evicted_clean += 1
-        if state.blocks[b].flags & IN_HOST_LRU:  # as fresh as its device copy was
+        if state.blocks[b].bits & IN_HOST_LRU:  # as fresh as its device copy was
             lru.remove(state, HOST, state.blocks[b].host_frame)
             lru.append_newest(state, HOST, state.blocks[b].host_frame)
     elif ledger.write_back:
@@ -292,7 +292,7 @@ def enter_residency(state: State, b: int) -> None:
     block = state.blocks[b]
     block.num_resident += 1
     if block.device_frame == 0:
-        block.flags |= BUSY
+        block.bits |= BUSY
     settle_lists(state, b)
 
 
@@ -310,7 +310,7 @@ def release_busy(state: State) -> None:
     """Let go of the host frames that the plan's copies in read. O(copies in)."""
     for i in range(state.ledger[0].num_in):
         b = int(state.frames[host_at(state, state.in_list[i, 0])].block)
-        state.blocks[b].flags &= ~BUSY
+        state.blocks[b].bits &= ~BUSY
         settle_lists(state, b)
 
 

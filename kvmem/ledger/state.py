@@ -28,7 +28,7 @@ WAITING = 1  # claims no blocks
 RESIDENT = 2  # each of its blocks has a device frame
 SWAPPED = 3  # its blocks may be anywhere, never lost
 
-# Bits of BLOCK.flags
+# Bits of BLOCK.bits
 IN_DEVICE_LRU = 1  # its device frame is evictable
 IN_HOST_LRU = 2  # its host frame is evictable
 MARKED = 4  # counted by the plan being decided; clear between calls
@@ -112,7 +112,7 @@ BLOCK = np.dtype(
         ("host_frame", "i4"),
         ("num_tokens", "i2"),  # valid slots, counted from offset 0
         ("num_pins", "u2"),  # live pins naming it
-        ("flags", "i4"),
+        ("bits", "i4"),
     ]
 )
 

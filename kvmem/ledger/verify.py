@@ -136,8 +136,8 @@ def check_pool(state: State, tier: int) -> None:
     require(lru == back[::-1], "R2", f"the {name} LRU reads otherwise backwards")
     require(len(lru) == pool["num_evictable"], "R2", f"{name} num_evictable is off")
     bit = IN_DEVICE_LRU if tier == DEVICE else IN_HOST_LRU
-    flagged = set(holders[np.flatnonzero(state.blocks["flags"] & bit)].tolist())
-    require(set(lru) == flagged, "R2", f"the {name} LRU and its flags differ")
+    flagged = set(holders[np.flatnonzero(state.blocks["bits"] & bit)].tolist())
+    require(set(lru) == flagged, "R2", f"the {name} LRU and its bits differ")
     check_evictable(state, tier, set(lru))
     check_lru_order(state, tier, lru, frames["block"])
 
@@ -182,7 +182,7 @@ def check_blocks(state: State) -> None:
     host = state.frames[int(state.pools["first"][HOST]) :]
     for b in range(1, len(blocks)):
         block = blocks[b]
-        require(int(block["flags"]) & (MARKED | BUSY) == 0, "R2", f"block {b} is left marked")
+        require(int(block["bits"]) & (MARKED | BUSY) == 0, "R2", f"block {b} is left marked")
         has_frame = bool(block["device_frame"] or block["host_frame"])
         if b in free:
             require(not has_frame and block["ref_count"] == 0, "R1", f"free block {b} is in use")

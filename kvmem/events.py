@@ -1,0 +1,40 @@
+"""What happened, for tools that draw or log it: a bounded record, no callbacks."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+MAX_EVENTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened. `blocks` were copied, evicted or freed by it, `kind` says which."""
+
+    time: float  # seconds, monotonic clock
+    kind: str  # "step", "abort", "swap_out", "swap_in", "recompute", "evict", "reset", "free"
+    sequence_ids: tuple[int, ...]
+    blocks_out: int  # blocks copied device to host by the call
+    blocks_in: int  # blocks copied host to device by the call
+
+
+class EventLog:
+    """The last `MAX_EVENTS` events; older ones are dropped and counted."""
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self.num_dropped = 0
+
+    def add(self, kind: str, sequence_ids: tuple[int, ...], out: int = 0, into: int = 0) -> None:
+        """Note an event. O(1)."""
+        if len(self._events) == MAX_EVENTS:
+            self.num_dropped += 1
+        self._events.append(Event(time.monotonic(), kind, sequence_ids, out, into))
+
+    def take(self) -> list[Event]:
+        """All events since the last call, oldest first."""
+        events = list(self._events)
+        self._events.clear()
+        return events

@@ -1,0 +1,110 @@
+"""Read-only views of the whole Manager: `stats()` and `snapshot()`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmem.ledger.state import DEVICE, GROUP, HOST, RESIDENT, SWAPPED, WAITING, State
+from kvmem.runtime import TIERS
+from kvmem.stats import Stats, TierStats
+
+if TYPE_CHECKING:
+    from kvmem.runtime import Runtime
+
+FIELDS = {DEVICE: "device_frame", HOST: "host_frame"}
+# Owner codes of a snapshot beside sequence ids (> 0).
+FREE, CACHED, SHARED, PINNED, MOVING = 0, -1, -2, -3, -4
+
+
+def stats(runtime: Runtime) -> Stats:
+    """See Manager.stats. O(blocks)."""
+    state = runtime.ledger.state
+    led = {name: int(state.ledger[name][0]) for name in state.ledger.dtype.names or ()}
+    counted = runtime.store.counters()
+    states = state.sequences["state"]
+    frame_bytes = runtime.store.layout.frame_bytes
+    return Stats(
+        device=_tier(state, DEVICE, counted["device_arena_bytes"]),
+        host=_tier(state, HOST, counted["host_arena_bytes"]),
+        sequences_waiting=int(np.count_nonzero(states == WAITING)),
+        sequences_resident=int(np.count_nonzero(states == RESIDENT)),
+        sequences_swapped=int(np.count_nonzero(states == SWAPPED)),
+        steps=led["epoch"],
+        prefix_query_tokens=led["query_tokens"],
+        prefix_hit_tokens=led["hit_tokens"],
+        blocks_published=led["published"],
+        blocks_merged=led["merged"],
+        blocks_copied_on_write=led["copied_on_write"],
+        swap_outs=led["swap_outs"],
+        swap_ins=led["swap_ins"],
+        recomputes=led["recomputes"],
+        blocks_out=led["blocks_out"],
+        blocks_in=led["blocks_in"],
+        bytes_out=led["blocks_out"] * frame_bytes,
+        bytes_in=led["blocks_in"] * frame_bytes,
+        clean_swap_outs=led["clean_swap_outs"],
+        evicted_device=led["evicted_device"],
+        evicted_clean=led["evicted_clean"],
+        evicted_host=led["evicted_host"],
+        blocks_dropped=led["dropped"],
+        cached_nodes=led["num_nodes"],
+        bytes_out_done=counted["out_bytes"],
+        bytes_in_done=counted["in_bytes"],
+    )
+
+
+def _tier(state: State, tier: int, arena_bytes: int) -> TierStats:
+    pool, blocks = state.pools[tier], state.blocks
+    held = blocks[FIELDS[tier]] > 0
+    total, free = int(pool["num_frames"]), int(pool["num_free"])
+    return TierStats(
+        total=total,
+        free=free,
+        held=total - free,
+        used=int(np.count_nonzero(held & (blocks["ref_count"] > 0))),
+        pinned=int(np.count_nonzero(held & (blocks["num_pins"] > 0))),
+        evictable=int(pool["num_evictable"]),
+        peak=int(pool["peak"]),
+        arena_bytes=arena_bytes,
+    )
+
+
+def snapshot(runtime: Runtime) -> dict[str, Any]:
+    """See Manager.snapshot. O(frames + table entries)."""
+    state = runtime.ledger.state
+    retired = runtime.store.retired()
+    owner = _block_owners(state)
+    tiers = {}
+    for tier, name in enumerate(TIERS):
+        pool = state.pools[tier]
+        first, count = int(pool["first"]), int(pool["num_frames"])
+        frames = state.frames[first : first + count + 1]
+        codes = np.where(frames["block"] > 0, owner[frames["block"]], FREE)
+        moving = (frames["fence_out"] > retired[0]) | (frames["fence_in"] > retired[1])
+        codes[moving & (codes != FREE)] = MOVING
+        tiers[name] = {"owner": codes[1:].astype(np.int32)}
+    return {
+        "time": time.monotonic(),
+        "step": int(state.ledger["epoch"][0]),
+        "tiers": tiers,
+        "block_size": runtime.config.block_size,
+        "stats": stats(runtime).to_dict(),
+    }
+
+
+def _block_owners(state: State) -> NDArray[np.int64]:
+    """For each block the id of its only sequence, or a code."""
+    blocks = state.blocks
+    owner = np.where(blocks["ref_count"] > 0, SHARED, CACHED).astype(np.int64)
+    single = blocks["ref_count"] == 1
+    for record in np.flatnonzero(state.sequences["state"]):
+        table = state.tables[record, GROUP]
+        start, count = int(table["start"]), int(table["num_blocks"])
+        ids = state.table[start : start + count]
+        owner[ids[single[ids]]] = int(state.sequences["arrival"][record])
+    owner[blocks["num_pins"] > 0] = PINNED
+    return owner

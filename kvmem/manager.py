@@ -1,0 +1,498 @@
+"""`Manager`: the object an engine embeds. Each method checks, takes the lock and delegates."""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from kvmem import cache, inspect_state
+from kvmem.block import Block
+from kvmem.cache import Match, Pin
+from kvmem.checks import boolean, choice, integer
+from kvmem.config import Config, check_memory
+from kvmem.events import Event
+from kvmem.extras import checked_extras
+from kvmem.ledger import Refusal
+from kvmem.ledger.verify import LedgerCorrupt
+from kvmem.runtime import TIERS, Ids, Runtime
+from kvmem.sequence import Sequence
+from kvmem.stats import Stats
+from kvmem.step import Step, plan_step
+from kvmem.store.store import Store
+from kvmem.swapper import Swapper, Transfer
+from kvmem.tokens import count_array, namespace_key, token_array
+
+MAX_PRIORITY = 2**31 - 1
+FITS = ("all", "some")
+
+
+class Manager:
+    """Paged KV-cache memory for one engine: blocks, prefix cache, two tiers, kernels.
+
+    Thread-safe: one lock serialises the calls, and nothing waits for a device under it. `with`
+    closes it. A call that raises has changed nothing, except that unreferenced cached content may
+    have been evicted (R8). Raises TypeError for anything but a Config, ConfigError when the arenas
+    do not fit the machine. Costs the arenas' address space; pages are taken when first written.
+    """
+
+    def __init__(self, config: Config) -> None:
+        if not isinstance(config, Config):
+            raise TypeError(f"config must be a kvmem.Config, not {type(config).__name__}")
+        check_memory(config)
+        self._runtime = Runtime(config)
+        self._swapper = Swapper(self._runtime)
+        self._finalizer = weakref.finalize(self, Store.close, self._runtime.store)
+
+    # --- sequences ------------------------------------------------------------------------------
+
+    def create(
+        self,
+        tokens: object,
+        *,
+        namespace: str | bytes | None = None,
+        priority: int = 0,
+        extras: list[tuple[int, int, bytes]] | tuple[tuple[int, int, bytes], ...] = (),
+        publish: bool = True,
+        max_cached: int | None = None,
+    ) -> Sequence:
+        """A WAITING sequence with these tokens (int32 array or tensor; a list costs a conversion).
+
+        Host bookkeeping only: legal in every state of the tiers. `num_cached` forecasts what the
+        prefix cache serves; the hit itself is taken when a step plans the sequence. `namespace`
+        (tenant, adapter) is the root of an own cache. `extras`: (start, length, digest of at least
+        16 bytes) for positions whose K/V depends on more than the token. `publish=False` keeps its
+        blocks out of the cache; `max_cached` limits the hit (tokens). Raises TypeError, ValueError.
+        O(tokens).
+        """
+        array = token_array("tokens", tokens)
+        key = namespace_key(namespace)
+        priority = integer("priority", priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
+        publish = boolean("publish", publish)
+        limit = -1
+        if max_cached is not None:
+            limit = integer("max_cached", max_cached, low=0, high=MAX_PRIORITY)
+        covered = checked_extras(extras, len(array))
+        with self._lock():
+            keys = None
+            if covered:
+                keys = self._runtime.extras.keys(array, covered)
+                if keys is None:
+                    publish, limit = False, 0
+            record = self._runtime.ledger.create(
+                array,
+                namespace=key,
+                keys=keys,
+                priority=priority,
+                publish=publish,
+                max_cached=limit,
+            )
+            return Sequence(self._runtime, record)
+
+    def append(
+        self, seqs: list[Sequence], tokens: object, *, counts: object = None, draft: bool = False
+    ) -> None:
+        """Append one token to each sequence, or `counts[i]` of them (ragged, one after another).
+
+        Host bookkeeping only, never OutOfBlocks. Draft tokens are computed but not published until
+        `accept`; plain tokens may not follow unaccepted drafts. Raises UnknownSequence, TypeError,
+        ValueError. O(tokens).
+        """
+        draft = boolean("draft", draft)
+        array = token_array("tokens", tokens)
+        with self._lock():
+            records = self._runtime.records(seqs)
+            each = count_array("counts", 1 if counts is None else counts, len(records), "sequence")
+            if int(each.sum()) != len(array):
+                raise ValueError(
+                    f"tokens has {len(array)} entries, counts ask for {int(each.sum())} over "
+                    f"{len(records)} sequences; give one token a sequence, or counts"
+                )
+            self._run("append", seqs, self._runtime.ledger.append, records, each, array, draft)
+
+    def accept(self, seqs: list[Sequence], num_accepted: object, tokens: object) -> None:
+        """Keep the first `num_accepted[i]` drafts of each sequence, drop the others, append the
+        next token `tokens[i]`. K/V of kept drafts stays; their full blocks are published.
+        Raises UnknownSequence, TypeError, ValueError (more than there are drafts). O(drafts)."""
+        array = token_array("tokens", tokens)
+        with self._lock():
+            records = self._runtime.records(seqs)
+            accepted = count_array("num_accepted", num_accepted, len(records), "sequence")
+            if len(array) != len(records):
+                raise ValueError(
+                    f"tokens has {len(array)} entries for {len(records)} sequences; give one each"
+                )
+            self._run("accept", seqs, self._runtime.ledger.accept, records, accepted, array)
+
+    def fork(self, seq: Sequence, n: int = 1) -> list[Sequence]:
+        """`n` sequences that share all blocks of `seq`; the first write into a shared block copies
+        it. Legal when swapped out. Raises ValueError, UnknownSequence, RuntimeError in an open
+        step. O(n * (tokens + blocks)), no bytes move."""
+        n = integer("n", n, low=1, high=1 << 20)
+        with self._lock():
+            record = self._runtime.record(seq, "seq")
+            try:
+                children = self._runtime.ledger.fork(record, n)
+            except Refusal as refusal:
+                raise self._runtime.explain(refusal, [seq], "fork") from None
+            return [Sequence(self._runtime, child) for child in children]
+
+    def truncate(self, seqs: list[Sequence], num_tokens: object) -> None:
+        """Cut each sequence to `num_tokens` (one number, or one each). What is cut is unpublished
+        only where nobody shares it. Raises ValueError for more than there are. O(blocks freed)."""
+        with self._lock():
+            records = self._runtime.records(seqs)
+            lengths = count_array("num_tokens", num_tokens, len(records), "sequence")
+            have = self._runtime.ledger.state.sequences["num_tokens"][records]
+            if (lengths > have).any():
+                row = int(np.flatnonzero(lengths > have)[0])
+                raise ValueError(
+                    f"num_tokens[{row}] is {lengths[row]}; allowed: 0 to {have[row]}, the tokens "
+                    f"of that sequence"
+                )
+            self._run("truncate", seqs, self._runtime.ledger.truncate, records, lengths)
+
+    def free(self, seqs: list[Sequence]) -> None:
+        """End sequences; their full blocks stay cached until evicted. Legal in an open step (they
+        go when it ends) and with copies in flight. Raises UnknownSequence. O(blocks)."""
+        with self._lock():
+            runtime = self._runtime
+            records = runtime.records(seqs)
+            runtime.forget_list()
+            runtime.submit(runtime.ledger.free(records))
+            runtime.events.add("free", tuple(seq.id for seq in seqs))
+            for seq in seqs:
+                seq.end()
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def step(
+        self,
+        seqs: list[Sequence],
+        *,
+        max_tokens: int | None = None,
+        num_tokens: object = None,
+        fit: str = "all",
+        reserve_blocks: int = 0,
+    ) -> Step:
+        """Plan a batch: hits, frames, copies, swap-ins, slots, tables. Use it with `with`.
+
+        Rows in the order given; each computes what is pending, at most `num_tokens[i]`, all
+        together at most `max_tokens`. With `max_tokens` a row whose next block an earlier row of
+        this step computes waits for it and shares it. WAITING and SWAPPED sequences become
+        RESIDENT. `fit="all"` plans every row or raises OutOfBlocks / SequenceTooLong; "some" plans
+        what fits and tells the rest in `left_out`. `reserve_blocks` stay untaken. Several steps may
+        be open on disjoint sequences. Raises UnknownSequence, ValueError, RuntimeError (a sequence
+        in another open step). O(tokens + blocks that become resident).
+        """
+        choice("fit", fit, FITS)
+        budget = _optional("max_tokens", max_tokens)
+        reserve = integer("reserve_blocks", reserve_blocks, low=0, high=MAX_PRIORITY)
+        with self._lock():
+            self._runtime.poll()
+            records = self._runtime.records(seqs)
+            limits = self._row_limits(records, num_tokens)
+            try:
+                return plan_step(
+                    self._runtime,
+                    list(seqs),
+                    num_tokens=limits,
+                    max_tokens=budget,
+                    reserve=reserve,
+                    need_all=fit == "all",
+                )
+            except Refusal as refusal:
+                raise self._runtime.explain(refusal, seqs, "step") from None
+
+    def can_fit(
+        self,
+        num_tokens: int = 0,
+        *,
+        tokens: object = None,
+        seqs: list[Sequence] | tuple[Sequence, ...] = (),
+        namespace: str | bytes | None = None,
+    ) -> str:
+        """Would a step over `seqs` and a new sequence fit: "yes", "later" or "never".
+
+        The new one has `tokens` (cached ones count as hits), or `num_tokens` unknown ones. Decided
+        by the function that `step` uses (R7), without a change; a hint, since others may come in
+        between. Raises as `step` and `create` do.
+        """
+        extra = integer("num_tokens", num_tokens, low=0, high=MAX_PRIORITY)
+        array = None if tokens is None else token_array("tokens", tokens)
+        key = namespace_key(namespace)
+        with self._lock():
+            runtime = self._runtime
+            ledger = runtime.ledger
+            records = runtime.records(list(seqs))
+            self._row_limits(records, None)
+            reserve = ledger.blocks_for(extra)
+            if array is None:
+                return ledger.fits(records, reserve=reserve)
+            record = ledger.create(array, namespace=key, publish=False)
+            try:
+                return ledger.fits(np.append(records, np.int32(record)), reserve=reserve)
+            finally:
+                runtime.submit(ledger.free(np.array([record], np.int32)))
+
+    # --- tiers ----------------------------------------------------------------------------------
+
+    def swap_out(self, seqs: list[Sequence], how: str = "swap") -> Transfer:
+        """Let sequences give up the device. Copies go on while others compute.
+
+        "swap" reserves a host frame for each dirty block, else raises OutOfBlocks(tier="host") or
+        TierError with nothing changed; "recompute" keeps only the tokens; "auto" swaps where there
+        is room and gives up the rest. Pinned blocks stay. A SWAPPED or WAITING sequence: no-op.
+        Raises UnknownSequence, RuntimeError in an open step. O(blocks), never waits.
+        """
+        with self._lock():
+            return self._swapper.swap_out(seqs, how)
+
+    def swap_in(self, seqs: list[Sequence]) -> Transfer:
+        """Bring SWAPPED sequences back; others: no-op. Raises OutOfBlocks with nothing changed when
+        not all fit. O(blocks), never waits."""
+        with self._lock():
+            return self._swapper.swap_in(seqs)
+
+    def prefetch(self, seqs: list[Sequence]) -> Transfer:
+        """As `swap_in`, in order and as far as there is room; never OutOfBlocks."""
+        with self._lock():
+            return self._swapper.prefetch(seqs)
+
+    def make_room(
+        self,
+        seqs: list[Sequence],
+        *,
+        max_tokens: int | None = None,
+        num_tokens: object = None,
+        reserve_blocks: int = 0,
+        how: str = "auto",
+    ) -> list[Sequence]:
+        """Swap out victims until a step over the rest of `seqs` fits; returns them.
+
+        Victims have lower priority than the best of `seqs`, or came later; `seqs` themselves may
+        be among them (leave those out of the step). One swapped in and not yet stepped is spared.
+        When that is not enough, what can be done is done, and `step(fit="some")` tells the rest.
+        """
+        budget = _optional("max_tokens", max_tokens)
+        reserve = integer("reserve_blocks", reserve_blocks, low=0, high=MAX_PRIORITY)
+        with self._lock():
+            records = self._runtime.records(seqs)
+            limits = self._row_limits(records, num_tokens)
+            by_id = None
+            if limits is not None:
+                by_id = {s.id: int(n) for s, n in zip(seqs, limits, strict=True)}
+
+            def fits(todo: list[Sequence]) -> bool:
+                rows = np.array([seq.record for seq in todo], np.int32)
+                each = None if by_id is None else np.array([by_id[s.id] for s in todo], np.int32)
+                answer = self._runtime.ledger.fits(
+                    rows, num_tokens=each, max_tokens=budget, reserve=reserve
+                )
+                return answer == "yes"
+
+            return self._swapper.make_room(list(seqs), how, fits)
+
+    def evict(self, num_blocks: int, tier: str = "device") -> int:
+        """Evict up to `num_blocks` cached blocks of a tier, oldest first; returns how many."""
+        count = integer("num_blocks", num_blocks, low=0, high=MAX_PRIORITY)
+        number = TIERS.index(choice("tier", tier, TIERS))
+        with self._lock():
+            done, plan = self._runtime.ledger.evict(count, number)
+            self._runtime.submit(plan)
+            self._runtime.events.add("evict", (), len(plan.out_device))
+            return done
+
+    def poll(self) -> None:
+        """Note which transfers have ended. Never waits; each `step` does it too."""
+        with self._lock():
+            self._runtime.poll()
+
+    # --- the prefix cache -----------------------------------------------------------------------
+
+    def match(self, tokens: object, namespace: str | bytes | None = None) -> Match:
+        """How much of a prompt is cached now, in whole blocks. No side effect. O(tokens hit)."""
+        array = token_array("tokens", tokens)
+        namespace_key(namespace)  # a wrong type raises before the lock is taken
+        with self._lock():
+            return cache.match(self._runtime, array, namespace)
+
+    def pin(self, seq_or_tokens: object, *, namespace: str | bytes | None = None) -> Pin:
+        """Keep the cached blocks of a sequence or a prompt on the device until the Pin's release.
+
+        Covers the leading full, published blocks that are on the device now; `Pin.num_tokens` says
+        how many tokens that is. Raises PinError when it is none. O(blocks).
+        """
+        if isinstance(seq_or_tokens, Sequence):
+            with self._lock():
+                record = self._runtime.record(seq_or_tokens, "seq_or_tokens")
+                blocks: Ids = cache.published_blocks(self._runtime, record)
+                return cache.pin_blocks(self._runtime, blocks)
+        array = token_array("seq_or_tokens", seq_or_tokens)
+        namespace_key(namespace)
+        with self._lock():
+            blocks = cache.find(self._runtime, array, namespace)
+            return cache.pin_blocks(self._runtime, blocks)
+
+    def reset(self, namespace: str | bytes | None = None) -> None:
+        """Forget cached content in all tiers: of a namespace (its adapter was unloaded), or with
+        None of everything (new weights).
+
+        Live sequences go on with what they hold but publish no more. Pinned blocks stay until
+        released, unfindable. Raises RuntimeError while a step is open. O(blocks).
+        """
+        key = None if namespace is None else namespace_key(namespace)
+        with self._lock():
+            try:
+                self._runtime.submit(self._runtime.ledger.reset(key))
+            except Refusal:
+                raise RuntimeError("reset: a step is open; end it first") from None
+            self._runtime.events.add("reset", ())
+
+    # --- looking --------------------------------------------------------------------------------
+
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of K and V of a layer in the device arena, `[frames, block_size, num_kv_heads,
+        head_dim | v_head_dim]`, strided, no copy; frame 0 is the null frame. For own kernels."""
+        self._runtime.check_open()
+        num = integer("layer", layer, low=0, high=self.config.num_layers - 1)
+        return self._runtime.store.kv(num)
+
+    def block(self, block_id: int) -> Block:
+        """A view of a block by id. Raises ValueError for an id that does not exist."""
+        last = len(self._runtime.ledger.state.blocks) - 1
+        with self._lock():
+            return Block(self._runtime, integer("block_id", block_id, low=1, high=last))
+
+    def stats(self) -> Stats:
+        """Counters and the state of both tiers. O(blocks)."""
+        with self._lock():
+            return inspect_state.stats(self._runtime)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Who holds which frame, for `kvmem.picture` and own tools. O(frames).
+
+        `tiers[name]["owner"]` is int32, one a frame: 0 free, > 0 the id of its only sequence,
+        -1 cached, -2 shared, -3 pinned, -4 being copied.
+        """
+        with self._lock():
+            return inspect_state.snapshot(self._runtime)
+
+    def events(self) -> list[Event]:
+        """What happened since the last call (at most 4,096 events, older ones are dropped)."""
+        with self._lock():
+            return self._runtime.events.take()
+
+    def verify(self) -> None:
+        """Check rules R1-R5 now; raises AssertionError naming the first breach with the state.
+        With `debug` also the guards of the arenas. O(everything)."""
+        with self._lock():
+            try:
+                self._runtime.ledger.verify()
+            except LedgerCorrupt as breach:
+                state = self._runtime.ledger.state
+                raise LedgerCorrupt(f"{breach}; pools {state.pools}; {state.ledger}") from None
+            breaches = self._runtime.store.check_guards()
+            if breaches:
+                raise LedgerCorrupt("; ".join(breaches))
+
+    @property
+    def config(self) -> Config:
+        """The Config it was made with."""
+        return self._runtime.config
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`."""
+        return self._runtime.closed
+
+    # --- end ------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Abandon what is queued, end the workers within 5 s, give the memory back. A second call:
+        no-op. Handles and views of this Manager are dead afterwards."""
+        with self._runtime.lock:
+            if self._runtime.closed:
+                return
+            self._runtime.closed = True
+            self._runtime.forget_list()
+        self._finalizer()
+
+    def __enter__(self) -> Manager:
+        self._runtime.check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        config = self.config
+        state = "closed" if self.closed else f"{config.device_blocks}+{config.host_blocks} blocks"
+        return f"<kvmem.Manager {config.device} {state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Manager cannot be pickled or copied; make one from its Config")
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _lock(self) -> _Locked:
+        return _Locked(self._runtime)
+
+    def _run(self, act: str, seqs: list[Sequence], function: Any, *arguments: Any) -> None:
+        """Call the ledger, submit its plan if it made one, word its refusal."""
+        try:
+            plan = function(*arguments)
+        except Refusal as refusal:
+            raise self._runtime.explain(refusal, seqs, act) from None
+        if plan is not None:
+            self._runtime.submit(plan)
+
+    def _row_limits(self, records: Ids, num_tokens: object) -> Ids | None:
+        """Check that no row is in an open step; the tokens asked for, if any, within pending."""
+        state = self._runtime.ledger.state.sequences
+        busy = np.flatnonzero(state["step"][records])
+        if len(busy):
+            raise RuntimeError(f"row {int(busy[0])} is in an open step; end that step first")
+        if num_tokens is None:
+            return None
+        limits = count_array("num_tokens", num_tokens, len(records), "sequence")
+        pending = state["num_tokens"][records] - state["num_computed"][records]
+        over = np.flatnonzero(limits > pending)
+        if len(over):
+            row = int(over[0])
+            raise ValueError(
+                f"num_tokens[{row}] is {limits[row]}; allowed: 0 to {pending[row]}, what is pending"
+            )
+        return limits.astype(np.int32)
+
+
+class _Locked:
+    """The lock with the entry guards of Runtime.enter."""
+
+    __slots__ = ("_runtime",)
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def __enter__(self) -> None:
+        self._runtime.lock.acquire()
+        try:
+            self._runtime.enter()
+        except BaseException:
+            self._runtime.lock.release()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self._runtime.lock.release()
+
+
+def _optional(name: str, value: object) -> int | None:
+    return None if value is None else integer(name, value, low=0, high=MAX_PRIORITY)

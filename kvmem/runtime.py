@@ -1,0 +1,209 @@
+"""What the parts of a Manager share: its config, ledger, store, lock, and the live handles.
+
+One lock guards the ledger and the order of plans; nothing waits for a device under it. A plan is
+submitted under the same lock hold that made it, so the store sees plans in the ledger's order (R6).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmem.config import Config
+from kvmem.errors import ManagerClosed, OutOfBlocks, PinError, SequenceTooLong, UnknownSequence
+from kvmem.events import EventLog
+from kvmem.extras import ExtraKeys
+from kvmem.ledger import Ledger, Refusal
+from kvmem.ledger import decide as codes
+from kvmem.ledger.state import DEVICE, HOST
+from kvmem.store.store import Store
+
+if TYPE_CHECKING:
+    from kvmem.plan import Plan
+    from kvmem.sequence import Sequence
+
+Ids = NDArray[np.int32]
+TIERS = ("device", "host")
+log = logging.getLogger("kvmem")
+
+
+class Runtime:
+    """The inside of one Manager."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.lock = threading.RLock()
+        self.store = Store(config)
+        self.ledger = Ledger(
+            device_blocks=config.device_blocks,
+            host_blocks=config.host_blocks,
+            block_size=config.block_size,
+            write_back=config.tier_policy == "write_back",
+            record_fills=config.debug,
+        )
+        self.extras = ExtraKeys()
+        self.events = EventLog()
+        self.handles: weakref.WeakValueDictionary[int, Sequence] = weakref.WeakValueDictionary()
+        self.dropped: deque[int] = deque()  # records whose handle was dropped without free
+        self.unpinned: deque[Ids] = deque()  # blocks of Pins dropped without release
+        self.closed = False
+        self._pid = os.getpid()
+        self._last_list: list[Sequence] = []
+        self._last_records: Ids = np.zeros(0, np.int32)
+
+    # --- guards ---------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raise ManagerClosed after close() and in a forked child."""
+        if self.closed:
+            raise ManagerClosed("this Manager was closed; make a new one")
+        if os.getpid() != self._pid:
+            raise ManagerClosed("a Manager does not survive fork; make a new one in the child")
+
+    def enter(self) -> None:
+        """What each entry point does first under the lock: guards, dropped handles, fences."""
+        self.check_open()
+        if self.store.error is not None:
+            self.store.submit(_EMPTY_PLAN)  # raises what the device failed with (R8)
+        while self.dropped:
+            self.submit(self.ledger.free(np.array([self.dropped.popleft()], np.int32)))
+        while self.unpinned:
+            self.submit(self.ledger.change_pins(self.unpinned.popleft(), -1))
+
+    def poll(self) -> None:
+        """Note which transfers are done. Never waits."""
+        self.ledger.retire(*self.store.retired())
+
+    # --- handles --------------------------------------------------------------------------------
+
+    def records(self, seqs: object, *, name: str = "seqs", unique: bool = True) -> Ids:
+        """The record numbers of a list of live handles of this Manager. The last list is kept:
+        an equal one costs one comparison by identity (about 1 us for 256)."""
+        if not isinstance(seqs, list | tuple):
+            raise TypeError(f"{name} must be a list of Sequence, not {type(seqs).__name__}")
+        if self._last_list == seqs:
+            return self._last_records
+        records = np.array([self.record(s, name, i) for i, s in enumerate(seqs)], np.int32)
+        if unique and len(set(records.tolist())) != len(records):
+            first = {int(r): i for i, r in reversed(list(enumerate(records)))}
+            row = next(i for i, r in enumerate(records) if first[int(r)] != i)
+            raise ValueError(f"{name}[{row}] is there twice; allowed: each sequence once")
+        self._last_list, self._last_records = list(seqs), records
+        return records
+
+    def record(self, seq: object, name: str, row: int | None = None) -> int:
+        """The record number of one live handle of this Manager."""
+        where = name if row is None else f"{name}[{row}]"
+        from kvmem.sequence import Sequence  # the handle knows the runtime, not the reverse
+
+        if not isinstance(seq, Sequence):
+            raise TypeError(f"{where} must be a Sequence, not {type(seq).__name__}")
+        if seq.is_freed:
+            raise UnknownSequence(f"{where}, sequence {seq.id}, was freed; create a new one")
+        if not seq.belongs_to(self):
+            raise UnknownSequence(
+                f"{where}, sequence {seq.id}, belongs to another Manager; use that one"
+            )
+        return seq.record
+
+    def forget_list(self) -> None:
+        """Drop the kept list: one of its handles is no more."""
+        self._last_list, self._last_records = [], np.zeros(0, np.int32)
+
+    def handles_of(self, records: Ids) -> list[Sequence]:
+        """The live handles of records, in order; those dropped by the user are left out."""
+        found = (self.handles.get(int(r)) for r in records)
+        return [handle for handle in found if handle is not None]
+
+    # --- plans ----------------------------------------------------------------------------------
+
+    def submit(self, plan: Plan) -> Plan:
+        """Give a plan's copies to the store, in the ledger's order. Never waits."""
+        if plan.out_id or plan.in_id or plan.step_epoch:
+            self.store.submit(plan)
+        return plan
+
+    # --- errors ---------------------------------------------------------------------------------
+
+    def counts(self, tier: int) -> dict[str, int]:
+        """Blocks of a tier as an OutOfBlocks carries them."""
+        state = self.ledger.state
+        pool = state.pools[tier]
+        pinned = int(np.count_nonzero(state.blocks["num_pins"])) if tier == DEVICE else 0
+        return {
+            "free": int(pool["num_free"]),
+            "evictable": int(pool["num_evictable"]),
+            "pinned": pinned,
+        }
+
+    def out_of_blocks(self, tier: int, needed: int, row: str, advice: str) -> OutOfBlocks:
+        """The error for a shortage, with what is there and what would help."""
+        counts = self.counts(tier)
+        total = int(self.ledger.state.pools["num_frames"][tier])
+        detail = ", ".join(f"{value} {key}" for key, value in counts.items())
+        return OutOfBlocks(
+            f"{row} needs {needed} blocks of the {TIERS[tier]} tier; of {total} there: {detail}, "
+            f"the rest is held by resident sequences; {advice}"
+            if tier == DEVICE
+            else f"{row} needs {needed} blocks of the host tier; of {total} there: {detail}, the "
+            f"rest holds swapped sequences; {advice}",
+            tier=TIERS[tier],
+            needed=needed,
+            **counts,
+        )
+
+    def explain(self, refusal: Refusal, seqs: list[Sequence], act: str) -> Exception:
+        """A refusal of the ledger as the exception a user can act on."""
+        row = f"{act}: row {refusal.row}"
+        code = refusal.code
+        if code == codes.NO_DEVICE_ROOM:
+            self.store.retired()
+            return self.out_of_blocks(
+                DEVICE,
+                refusal.needed,
+                row if act == "step" else act,
+                "free or swap out others (make_room), pass fit='some', or raise device_blocks",
+            )
+        if code == codes.NO_HOST_ROOM:
+            return self.out_of_blocks(
+                HOST,
+                refusal.needed,
+                act,
+                "use how='recompute' or 'auto', free sequences, or raise host_blocks",
+            )
+        if code == codes.TOO_LONG:
+            seq = seqs[refusal.row]
+            total = int(self.ledger.state.pools["num_frames"][DEVICE])
+            return SequenceTooLong(
+                f"{row}, sequence {seq.id}: {seq.num_tokens} tokens need "
+                f"{self.ledger.blocks_for(seq.num_tokens)} blocks, the device tier has {total}; "
+                f"truncate it or raise device_blocks"
+            )
+        if code == codes.IN_STEP:
+            return RuntimeError(f"{row}: a sequence is in an open step; end the step first")
+        if code == codes.DRAFTS_PENDING:
+            return ValueError(f"{row}: it has unaccepted drafts; call accept() first")
+        if code == codes.TOO_MANY_PINS:
+            return PinError("pin: a block has 65535 pins; release some")
+        if code == codes.TOO_MANY_ACCEPTED:
+            return ValueError(
+                f"num_accepted[{refusal.row}] is more than the {refusal.available} drafts; "
+                f"allowed: 0 to {refusal.available}"
+            )
+        raise AssertionError(f"unknown code {code}")
+
+
+def _empty_plan() -> Plan:
+    from kvmem.plan import Plan
+
+    return Plan()
+
+
+_EMPTY_PLAN = _empty_plan()

@@ -1,0 +1,131 @@
+"""`Sequence`: the handle of one token sequence. It holds no tensors and no tokens itself."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, NoReturn
+
+from kvmem.ledger.state import RESIDENT, SWAPPED, WAITING
+
+if TYPE_CHECKING:
+    from kvmem.runtime import Runtime
+    from kvmem.tokens import TokenArray
+
+STATE_NAMES = {WAITING: "WAITING", RESIDENT: "RESIDENT", SWAPPED: "SWAPPED"}
+
+
+class Sequence:
+    """A handle made by `Manager.create` or `Manager.fork`; end it with `Manager.free`.
+
+    Two handles are equal only if they are the same object. Dropping one that was not freed warns
+    (ResourceWarning) and frees it at the Manager's next call. Reading a field of a freed handle
+    raises UnknownSequence; `id` and `is_freed` stay readable.
+    """
+
+    __slots__ = ("__weakref__", "_id", "_record", "_runtime")
+
+    def __init__(self, runtime: Runtime, record: int) -> None:
+        self._runtime: Runtime = runtime
+        self._record = record
+        self._id = int(runtime.ledger.state.sequences["arrival"][record])
+        runtime.handles[record] = self
+
+    @property
+    def id(self) -> int:
+        """A number that grows with each sequence of a Manager and is never used again."""
+        return self._id
+
+    @property
+    def is_freed(self) -> bool:
+        """True after `Manager.free`, and for all handles after `Manager.close`."""
+        return self._record == 0 or self._runtime.closed
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens, drafts included."""
+        return self._field("num_tokens")
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that need no computing any more. `num_tokens - num_computed` are pending."""
+        return self._field("num_computed")
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens served by the prefix cache; until the first step plans it, a forecast."""
+        return self._field("num_cached")
+
+    @property
+    def num_drafts(self) -> int:
+        """Draft tokens not accepted yet, the last of `num_tokens`."""
+        return self._field("num_drafts")
+
+    @property
+    def num_swaps(self) -> int:
+        """Times this sequence was swapped out."""
+        return self._field("num_swaps")
+
+    @property
+    def priority(self) -> int:
+        """Higher is kept longer by `make_room`."""
+        return self._field("priority")
+
+    @property
+    def state(self) -> str:
+        """ "WAITING" (claims no blocks), "RESIDENT" (all on the device) or "SWAPPED"."""
+        return STATE_NAMES[self._field("state")]
+
+    @property
+    def tokens(self) -> TokenArray:
+        """A copy of the known tokens, int32 `[num_tokens]`. O(tokens)."""
+        self._field("state")
+        with self._runtime.lock:
+            return self._runtime.ledger.tokens_of(self._record)
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The block ids of its table; for `Manager.block`. O(blocks)."""
+        self._field("state")
+        with self._runtime.lock:
+            return [int(b) for b in self._runtime.ledger.table_of(self._record)]
+
+    @property
+    def record(self) -> int:
+        """The ledger's record number (internal; changes owner after free)."""
+        return self._record
+
+    def belongs_to(self, runtime: object) -> bool:
+        """True for a handle of that Manager (internal)."""
+        return self._runtime is runtime
+
+    def end(self) -> None:
+        """Mark the handle as freed (internal; use `Manager.free`)."""
+        self._runtime.handles.pop(self._record, None)
+        self._record = 0
+
+    def _field(self, name: str) -> int:
+        from kvmem.errors import ManagerClosed, UnknownSequence
+
+        if self._runtime.closed:
+            raise ManagerClosed(f"the Manager of sequence {self._id} was closed")
+        if self._record == 0:
+            raise UnknownSequence(f"sequence {self._id} was freed; create a new one")
+        return int(self._runtime.ledger.state.sequences[name][self._record])
+
+    def __repr__(self) -> str:
+        if self.is_freed:
+            return f"<Sequence {self._id} freed>"
+        return f"<Sequence {self._id} {self.state} {self.num_computed}/{self.num_tokens} tokens>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Sequence cannot be pickled or copied; send its tokens")
+
+    def __del__(self) -> None:
+        if getattr(self, "_record", 0) and not self._runtime.closed:
+            self._runtime.dropped.append(self._record)
+            warnings.warn(
+                f"sequence {self._id} was dropped without Manager.free",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )

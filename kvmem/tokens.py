@@ -1,0 +1,99 @@
+"""Token input in all its forms as one int32 array, checked before anything else happens.
+
+int32 arrays and tensors are the native form and are not copied; other integer arrays are checked
+and narrowed; lists cost a conversion (about 20 ns a token).
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvmem.checks import shown
+
+TokenArray: TypeAlias = NDArray[np.int32]
+MAX_TOKEN = 2**31 - 1
+
+
+def token_array(name: str, tokens: object) -> TokenArray:
+    """`tokens` as a one-dimensional int32 array. O(tokens).
+
+    Takes a NumPy array, a CPU tensor, a list or tuple of ints in [0, 2**31). Raises TypeError for
+    another type, ValueError for a wrong shape or value, naming the first bad index.
+    """
+    if isinstance(tokens, torch.Tensor):
+        if tokens.device.type != "cpu":
+            raise ValueError(f"{name} is a tensor on {tokens.device}; allowed: cpu (this device)")
+        array = tokens.detach().numpy()
+    elif isinstance(tokens, np.ndarray):
+        array = tokens
+    elif isinstance(tokens, list | tuple):
+        array = _from_list(name, tokens)
+    else:
+        raise TypeError(
+            f"{name} must be an int array, a tensor or a list of ints, not {type(tokens).__name__}"
+        )
+    if array.ndim != 1:
+        raise ValueError(f"{name} has {array.ndim} dimensions, shape {array.shape}; allowed: 1")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {array.dtype}; allowed: integers, best int32")
+    if len(array):
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high > MAX_TOKEN:
+            bad = int(np.flatnonzero((array < 0) | (array > MAX_TOKEN))[0])
+            raise ValueError(f"{name}[{bad}] is out of range; allowed: 0 to 2**31 - 1")
+    return np.ascontiguousarray(array, np.int32)
+
+
+def _from_list(name: str, tokens: list[object] | tuple[object, ...]) -> NDArray[np.int64]:
+    if not tokens:
+        return np.zeros(0, np.int64)
+    kinds = set(map(type, tokens))
+    if not all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds):
+        for i, token in enumerate(tokens):
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise TypeError(f"{name}[{i}] is a {type(token).__name__}; allowed: int")
+    try:
+        return np.array(tokens, np.int64)
+    except OverflowError:
+        bad = next(i for i, t in enumerate(tokens) if not 0 <= int(t) <= MAX_TOKEN)  # type: ignore[call-overload]
+        raise ValueError(f"{name}[{bad}] is out of range; allowed: 0 to 2**31 - 1") from None
+
+
+def count_array(name: str, counts: object, length: int, what: str) -> NDArray[np.int64]:
+    """`counts` as int64 `[length]`, none negative; an int stands for all. O(length)."""
+    if isinstance(counts, bool):
+        raise TypeError(f"{name} is a bool; allowed: integers >= 0, one per {what}")
+    if isinstance(counts, int | np.integer):
+        array = np.full(length, int(counts), np.int64)
+    elif isinstance(counts, list | tuple | np.ndarray | torch.Tensor):
+        array = np.asarray(counts)
+        if array.size == 0:
+            array = array.astype(np.int64)
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"{name} has dtype {array.dtype}; allowed: integers >= 0")
+        if array.shape != (length,):
+            raise ValueError(
+                f"{name} has shape {array.shape}; allowed: ({length},), one per {what}"
+            )
+        array = array.astype(np.int64)
+    else:
+        raise TypeError(f"{name} is {shown(counts)}; allowed: integers >= 0, one per {what}")
+    if length and array.min() < 0:
+        bad = int(np.flatnonzero(array < 0)[0])
+        raise ValueError(f"{name}[{bad}] is {array[bad]}; allowed: integers >= 0")
+    return array
+
+
+def namespace_key(namespace: object) -> bytes:
+    """A namespace as bytes that tell None, str and bytes apart. Its content is never shown."""
+    if namespace is None:
+        return b""
+    if isinstance(namespace, str):
+        return b"s" + namespace.encode("utf-8", "surrogatepass")
+    if isinstance(namespace, bytes):
+        return b"b" + namespace
+    raise TypeError(f"namespace must be str, bytes or None, not {type(namespace).__name__}")

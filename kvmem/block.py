@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kvmem.checks import integer
 from kvmem.errors import NotResident
 from kvmem.ledger.state import DEVICE, GROUP, HOST
 
@@ -98,7 +99,7 @@ class Block:
         frame = self._field("host_frame")
         if not frame:
             raise NotResident(f"block {self.block_id} has no host copy; swap it out first")
-        return self._runtime.store.block_view(HOST, frame, layer)
+        return self._runtime.store.block_view(HOST, frame, self._layer(layer))
 
     def _data(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         frame = self._field("device_frame")
@@ -107,7 +108,10 @@ class Block:
                 f"block {self.block_id} has no device frame (it is on: {self.device}); swap its "
                 f"sequence in first"
             )
-        return self._runtime.store.block_view(DEVICE, frame, layer)
+        return self._runtime.store.block_view(DEVICE, frame, self._layer(layer))
+
+    def _layer(self, layer: object) -> int:
+        return integer("layer", layer, low=0, high=self._runtime.config.num_layers - 1)
 
     def _owners(self) -> list[tuple[int, int]]:
         """(sequence id, table index) of each table entry naming it."""

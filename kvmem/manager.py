@@ -227,7 +227,7 @@ class Manager:
         with self._lock():
             runtime = self._runtime
             ledger = runtime.ledger
-            records = runtime.records(list(seqs))
+            records = runtime.records(seqs)
             self._row_limits(records, None)
             reserve = ledger.blocks_for(extra)
             if array is None:
@@ -274,7 +274,8 @@ class Manager:
         """Swap out victims until a step over the rest of `seqs` fits; returns them.
 
         Victims have lower priority than the best of `seqs`, or came later; `seqs` themselves may
-        be among them (leave those out of the step). One swapped in and not yet stepped is spared.
+        be among them (leave those out of the step). One swapped in and not yet stepped is spared
+        while there is another.
         When that is not enough, what can be done is done, and `step(fit="some")` tells the rest.
         """
         budget = _optional("max_tokens", max_tokens)

@@ -1,11 +1,9 @@
 """torch custom ops over raw tensors and tables, for engines with block tables of their own.
 
-A cache is a strided view ``[frames, block_size, num_kv_heads, dim]`` as ``Manager.kv(layer)`` returns
-it: the planes ``[num_kv_heads, block_size, dim]`` of frames that lie at one distance in one
-storage. Outside a Manager::
+A cache is a strided view ``[frames, block_size, num_kv_heads, dim]`` as ``Manager.kv(layer)``
+returns it: planes ``[num_kv_heads, block_size, dim]`` at one distance. Outside a Manager::
 
-    arena = torch.zeros(frames, 2, num_kv_heads, block_size, head_dim)
-    key_cache, value_cache = arena[:, 0].transpose(1, 2), arena[:, 1].transpose(1, 2)
+    cache = torch.zeros(frames, num_kv_heads, block_size, head_dim).transpose(1, 2)
 
 The ops see no Manager: they check shapes, slots and tables, and nothing else keeps a caller from
 writing frames that a sequence shares (R3). In this version tensors live on the CPU; float32,
@@ -165,23 +163,30 @@ def copy_blocks(
     ``[pairs]``. A target named twice, or a frame that is source and target, raises ValueError; a
     pair (i, i) does nothing. All is checked before a byte is written.
     """
-    arrays = {
+    arrays: dict[str, Any] = {
         name: _integers(name, tensor, 1)
         for name, tensor in (("source", source), ("target", target), ("num_tokens", num_tokens))
     }
     planes = [_plane(f"caches[{k}]", cache) for k, cache in enumerate(caches)]
-    nothing = dict.fromkeys(("plane_offset", "plane_rows", "plane_width"), np.zeros(0, np.int64))
-    for plane in planes:  # the pairs are checked against every cache, then any is written
-        cuda_kernels.copy_blocks(plane.arena, block_size=plane.block_size, **nothing, **arrays)
+    none = np.zeros(0, np.int64)
+    for plane in planes:  # the pairs are checked against each cache, then any is written
+        cuda_kernels.copy_blocks(
+            plane.arena,
+            **arrays,
+            block_size=plane.block_size,
+            plane_offset=none,
+            plane_rows=none,
+            plane_width=none,
+        )
     for plane in planes:
         cuda_kernels.copy_blocks(
             plane.arena,
+            **arrays,
             block_size=plane.block_size,
-            plane_offset=np.array([plane.offset]),
+            plane_offset=np.zeros(1, np.int64),
             plane_rows=np.array([plane.num_kv_heads]),
             plane_width=np.array([plane.width]),
             check=False,
-            **arrays,
         )
 
 
@@ -196,10 +201,9 @@ def _copy_blocks_fake(
 
 
 class _Plane(NamedTuple):
-    """A cache view, taken apart: the arena it lies in, and its plane in a frame."""
+    """A cache view, taken apart: ``[frames, frame_elements]`` from the first plane on."""
 
     arena: NDArray[Any]
-    offset: int
     block_size: int
     num_kv_heads: int
     width: int
@@ -209,9 +213,8 @@ class _Caches(NamedTuple):
     """Key and value cache of a layer, taken apart."""
 
     arena: NDArray[Any]
+    value_arena: NDArray[Any]
     dtype: str
-    key_offset: int
-    value_offset: int
     block_size: int
     num_kv_heads: int
     head_dim: int
@@ -219,31 +222,24 @@ class _Caches(NamedTuple):
 
     def geometry(self) -> dict[str, Any]:
         """The keyword arguments that kernels share."""
-        return {name: value for name, value in self._asdict().items() if name != "arena"}
+        names = {name: value for name, value in self._asdict().items() if name != "arena"}
+        return names | {"key_offset": 0, "value_offset": 0}
 
 
 def _caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> _Caches:
-    """Take a layer's two caches apart; they must be views of one arena."""
+    """Take a layer's two caches apart."""
     key = _plane("key_cache", key_cache)
     value = _plane("value_cache", value_cache)
-    same_arena = (
-        key.arena.ctypes.data == value.arena.ctypes.data and key.arena.shape == value.arena.shape
-    )
-    if key_cache.dtype != value_cache.dtype or not same_arena:
+    if key_cache.dtype != value_cache.dtype or key_cache.shape[:3] != value_cache.shape[:3]:
         raise ShapeError(
-            "key_cache and value_cache must be views of one arena [frames, frame_elements] with "
-            "one dtype, as Manager.kv(layer) returns them"
-        )
-    if key[2:4] != value[2:4]:
-        raise ShapeError(
-            f"key_cache {tuple(key_cache.shape)} and value_cache {tuple(value_cache.shape)} "
-            f"must agree in frames, block_size and num_kv_heads"
+            f"key_cache {tuple(key_cache.shape)} of {key_cache.dtype} and value_cache "
+            f"{tuple(value_cache.shape)} of {value_cache.dtype} must agree in dtype, frames, "
+            f"block_size and num_kv_heads"
         )
     return _Caches(
         key.arena,
+        value.arena,
         _DTYPE_NAMES[key_cache.dtype],
-        key.offset,
-        value.offset,
         key.block_size,
         key.num_kv_heads,
         key.width,
@@ -255,28 +251,26 @@ def _plane(name: str, cache: torch.Tensor) -> _Plane:
     """Take one cache view apart, or raise ShapeError."""
     _require(name, cache, (None, None, None, None))
     frames, block_size, heads, width = cache.shape
-    frame_elements = cache.stride(0)
+    plane_elements = block_size * heads * width
     inner = (width, block_size * width, 1)
     # The stride of an axis of length 1 says nothing, so any will do.
     plain = all(
         cache.stride(axis) == want or cache.shape[axis] == 1
         for axis, want in zip((1, 2, 3), inner, strict=True)
     )
-    if cache.numel() == 0 or not plain or frame_elements < heads * block_size * width:
+    frame_elements = plane_elements if frames == 1 else cache.stride(0)
+    if cache.numel() == 0 or not plain or frame_elements < plane_elements:
         raise ShapeError(
             f"{name} of shape {tuple(cache.shape)} and strides {cache.stride()} is no view of "
             f"frames with planes [num_kv_heads, block_size, dim]; expected strides "
             f"(frame_elements, {inner[0]}, {inner[1]}, 1), as Manager.kv(layer) returns"
         )
-    first = cache.storage_offset() // frame_elements * frame_elements
-    size = cache.untyped_storage().nbytes() // cache.element_size()
-    if first + frames * frame_elements > size:
-        raise ShapeError(
-            f"{name} runs over the end of its storage: {frames} frames of {frame_elements} "
-            f"elements need {frames * frame_elements}, it holds {size - first}"
-        )
-    whole = cache.detach().as_strided((frames, frame_elements), (frame_elements, 1), first)
-    return _Plane(_bits(whole), cache.storage_offset() - first, block_size, heads, width)
+    # The array's last row may reach past the storage by what follows the plane in a frame; the
+    # kernels touch planes only, and this array never leaves the op.
+    bits = _bits(cache)
+    strides = (frame_elements * bits.itemsize, bits.itemsize)
+    arena = np.lib.stride_tricks.as_strided(bits, (frames, frame_elements), strides)
+    return _Plane(arena, block_size, heads, width)
 
 
 def _require(

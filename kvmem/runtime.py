@@ -70,8 +70,7 @@ class Runtime:
     def enter(self) -> None:
         """What each entry point does first under the lock: guards, dropped handles, fences."""
         self.check_open()
-        if self.store.error is not None:
-            self.store.submit(_EMPTY_PLAN)  # raises what the device failed with (R8)
+        self.store.check_usable()
         while self.dropped:
             self.submit(self.ledger.free(np.array([self.dropped.popleft()], np.int32)))
         while self.unpinned:
@@ -143,17 +142,15 @@ class Runtime:
             "pinned": pinned,
         }
 
-    def out_of_blocks(self, tier: int, needed: int, row: str, advice: str) -> OutOfBlocks:
+    def out_of_blocks(self, tier: int, needed: int, act: str, advice: str) -> OutOfBlocks:
         """The error for a shortage, with what is there and what would help."""
         counts = self.counts(tier)
         total = int(self.ledger.state.pools["num_frames"][tier])
         detail = ", ".join(f"{value} {key}" for key, value in counts.items())
+        holders = ("resident", "swapped")[tier]
         return OutOfBlocks(
-            f"{row} needs {needed} blocks of the {TIERS[tier]} tier; of {total} there: {detail}, "
-            f"the rest is held by resident sequences; {advice}"
-            if tier == DEVICE
-            else f"{row} needs {needed} blocks of the host tier; of {total} there: {detail}, the "
-            f"rest holds swapped sequences; {advice}",
+            f"{act} needs {needed} blocks of the {TIERS[tier]} tier; of {total} there: {detail}, "
+            f"the rest is held by {holders} sequences; {advice}",
             tier=TIERS[tier],
             needed=needed,
             **counts,
@@ -164,7 +161,6 @@ class Runtime:
         row = f"{act}: row {refusal.row}"
         code = refusal.code
         if code == codes.NO_DEVICE_ROOM:
-            self.store.retired()
             return self.out_of_blocks(
                 DEVICE,
                 refusal.needed,
@@ -191,19 +187,10 @@ class Runtime:
         if code == codes.DRAFTS_PENDING:
             return ValueError(f"{row}: it has unaccepted drafts; call accept() first")
         if code == codes.TOO_MANY_PINS:
-            return PinError("pin: a block has 65535 pins; release some")
+            return PinError("pin: a block has 32767 pins; release some")
         if code == codes.TOO_MANY_ACCEPTED:
             return ValueError(
                 f"num_accepted[{refusal.row}] is more than the {refusal.available} drafts; "
                 f"allowed: 0 to {refusal.available}"
             )
         raise AssertionError(f"unknown code {code}")
-
-
-def _empty_plan() -> Plan:
-    from kvmem.plan import Plan
-
-    return Plan()
-
-
-_EMPTY_PLAN = _empty_plan()

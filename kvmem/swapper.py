@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvmem.checks import choice
-from kvmem.errors import ManagerClosed, TierError
+from kvmem.errors import ManagerClosed, OutOfBlocks, TierError
 from kvmem.ledger import Refusal
 from kvmem.ledger import decide as codes
 from kvmem.ledger.state import RESIDENT, SWAPPED
@@ -112,7 +112,7 @@ class Swapper:
                 one = self._act(
                     "prefetch", self._runtime.ledger.swap_in, records[i : i + 1], seqs[i : i + 1]
                 )
-            except MemoryError:
+            except OutOfBlocks:
                 break
             transfer = _joined(transfer, one)
         return transfer
@@ -135,22 +135,21 @@ class Swapper:
 
     def _worst(self, todo: list[Sequence]) -> Sequence | None:
         """Who goes next: lowest priority, then latest come, of the RESIDENT sequences and of
-        `todo`, but never the best of `todo`, nobody before it, no one in an open step and no one
-        swapped in that has not been stepped yet."""
+        `todo`, but never the best of `todo`, nobody before it and no one in an open step. One
+        swapped in and not stepped since is spared while there is another (else two of them could
+        keep each other from their step for ever, R9)."""
         state = self._runtime.ledger.state.sequences
         best = _rank(todo[0])
         waiting = {seq.id for seq in todo}
-        candidates = []
+        candidates: list[tuple[bool, tuple[int, int], Sequence]] = []
         for seq in list(self._runtime.handles.values()):
             record = seq.record
-            if state["step"][record] or _rank(seq) <= best:
+            resident = bool(state["state"][record] == RESIDENT)
+            if state["step"][record] or _rank(seq) <= best or not (resident or seq.id in waiting):
                 continue
-            if state["state"][record] == RESIDENT:
-                if not state["fresh"][record]:
-                    candidates.append(seq)
-            elif seq.id in waiting:
-                candidates.append(seq)
-        return max(candidates, key=_rank, default=None)
+            fresh = resident and bool(state["fresh"][record])
+            candidates.append((not fresh, _rank(seq), seq))
+        return max(candidates, key=lambda one: one[:2], default=(True, best, None))[2]
 
     def _swap_or_give_up(self, records: Ids, seqs: list[Sequence]) -> Transfer:
         ledger = self._runtime.ledger
@@ -161,11 +160,11 @@ class Swapper:
         for i in range(len(seqs)):
             one, handle = records[i : i + 1], seqs[i : i + 1]
             try:
-                if self._runtime.config.host_blocks == 0:
-                    raise MemoryError
-                transfer = _joined(transfer, self._act("swap_out", ledger.swap_out, one, handle))
-            except MemoryError:
+                swapped = self._act("swap_out", ledger.swap_out, one, handle)
+            except OutOfBlocks:  # also without a host tier, unless the sequence has no blocks
                 self._act("recompute", ledger.give_up, one, handle)
+            else:
+                transfer = _joined(transfer, swapped)
         return transfer
 
     def _act(

@@ -6,7 +6,7 @@ and narrowed; lists cost a conversion (about 20 ns a token).
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ def token_array(name: str, tokens: object) -> TokenArray:
     if isinstance(tokens, torch.Tensor):
         if tokens.device.type != "cpu":
             raise ValueError(f"{name} is a tensor on {tokens.device}; allowed: cpu (this device)")
-        array = tokens.detach().numpy()
+        array = _from_tensor(name, tokens)
     elif isinstance(tokens, np.ndarray):
         array = tokens
     elif isinstance(tokens, list | tuple):
@@ -48,6 +48,16 @@ def token_array(name: str, tokens: object) -> TokenArray:
     return np.ascontiguousarray(array, np.int32)
 
 
+def _from_tensor(name: str, tensor: torch.Tensor) -> NDArray[Any]:
+    """The tensor as an array; some dtypes and layouts have none."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.layout != torch.strided:
+        raise TypeError(
+            f"{name} is a tensor of {tensor.dtype}, {tensor.layout}; allowed: a dense tensor of "
+            f"integers, best int32"
+        )
+    return np.asarray(tensor.detach().numpy())
+
+
 def _from_list(name: str, tokens: list[object] | tuple[object, ...]) -> NDArray[np.int64]:
     if not tokens:
         return np.zeros(0, np.int64)
@@ -64,28 +74,33 @@ def _from_list(name: str, tokens: list[object] | tuple[object, ...]) -> NDArray[
 
 
 def count_array(name: str, counts: object, length: int, what: str) -> NDArray[np.int64]:
-    """`counts` as int64 `[length]`, none negative; an int stands for all. O(length)."""
+    """`counts` as int64 `[length]`, each in [0, 2**31); an int stands for all. O(length)."""
+    allowed = f"integers 0 to 2**31 - 1, one per {what}"
     if isinstance(counts, bool):
-        raise TypeError(f"{name} is a bool; allowed: integers >= 0, one per {what}")
+        raise TypeError(f"{name} is a bool; allowed: {allowed}")
     if isinstance(counts, int | np.integer):
-        array = np.full(length, int(counts), np.int64)
-    elif isinstance(counts, list | tuple | np.ndarray | torch.Tensor):
-        array = np.asarray(counts)
-        if array.size == 0:
-            array = array.astype(np.int64)
-        if array.dtype.kind not in "iu":
-            raise TypeError(f"{name} has dtype {array.dtype}; allowed: integers >= 0")
-        if array.shape != (length,):
-            raise ValueError(
-                f"{name} has shape {array.shape}; allowed: ({length},), one per {what}"
-            )
-        array = array.astype(np.int64)
+        if not 0 <= counts <= MAX_TOKEN:
+            raise ValueError(f"{name}={shown(counts)}; allowed: {allowed}")
+        return np.full(length, int(counts), np.int64)
+    if isinstance(counts, torch.Tensor) and counts.device.type == "cpu":
+        array = _from_tensor(name, counts)
+    elif isinstance(counts, list | tuple | np.ndarray):
+        try:
+            array = np.asarray(counts)
+        except ValueError:  # lists of unequal length
+            raise ValueError(f"{name} is ragged; allowed: {allowed}") from None
     else:
-        raise TypeError(f"{name} is {shown(counts)}; allowed: integers >= 0, one per {what}")
-    if length and array.min() < 0:
-        bad = int(np.flatnonzero(array < 0)[0])
-        raise ValueError(f"{name}[{bad}] is {array[bad]}; allowed: integers >= 0")
-    return array
+        raise TypeError(f"{name} is {shown(counts)}; allowed: {allowed}")
+    if array.size == 0:
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {array.dtype}; allowed: {allowed}")
+    if array.shape != (length,):
+        raise ValueError(f"{name} has shape {array.shape}; allowed: ({length},), one per {what}")
+    bad = np.flatnonzero((array < 0) | (array > MAX_TOKEN))
+    if len(bad):
+        raise ValueError(f"{name}[{bad[0]}] is {array[bad[0]]}; allowed: {allowed}")
+    return array.astype(np.int64)
 
 
 def namespace_key(namespace: object) -> bytes:

@@ -15,6 +15,7 @@ from .residency import (
     arrive,
     device_at,
     enter_residency,
+    give_device_frame,
     release_busy,
     take_block,
     take_device_frame,
@@ -81,8 +82,9 @@ def note_waits(state: State, f: int) -> None:
 @compiled
 def new_block(state: State) -> int:
     """A fresh block on the device, named by one RESIDENT table entry to come. O(1)."""
+    f = take_device_frame(state)  # first: an eviction may have to free the id that `b` gets
     b = take_block(state)
-    f = take_device_frame(state, b)
+    give_device_frame(state, b, f)
     state.blocks[b].ref_count = 1
     state.blocks[b].num_resident = 1
     note_waits(state, f)

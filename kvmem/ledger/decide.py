@@ -311,6 +311,13 @@ def decide(
         top += row_at[0].num_found
         if budget > 0:
             budget -= row_at[0].num_tokens
+    pool = state.pools[DEVICE]
+    left = pool.num_free + pool.num_evictable - ledger.num_reclaimed - ledger.num_needed
+    if need_all and left < reserve:  # rows that compute nothing did not ask
+        ledger.error_row = 0
+        ledger.error_needed = reserve
+        ledger.error_available = left
+        return NO_DEVICE_ROOM
     if ledger.table_top + new_entries > state.table.shape[0]:
         ledger.error_needed = ledger.table_top + new_entries
         return GROW_TABLE

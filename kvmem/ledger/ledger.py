@@ -384,7 +384,7 @@ class Ledger:
 
     def change_pins(self, blocks: Ids, change: int) -> Plan:
         """Pin blocks or unpin them. Raises Refusal when a block has too many pins."""
-        if change > 0 and len(blocks) and self.state.blocks["num_pins"][blocks].max() >= 65535:
+        if change > 0 and len(blocks) and self.state.blocks["num_pins"][blocks].max() >= 32767:
             raise refuse(self.state, decide.TOO_MANY_PINS)
         ops_tiers.change_pins(self.state, blocks, change)
         return self.seal()

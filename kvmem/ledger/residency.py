@@ -127,7 +127,7 @@ def settle(state: State, b: int) -> None:
 
 @compiled
 def take_block(state: State) -> int:
-    """A fresh block id; there is one for each frame of each tier, so it can't fail. O(1)."""
+    """A fresh block id for a frame in hand: there are as many ids as frames. O(1)."""
     ledger = state.ledger[0]
     b = int(ledger.block_free)
     ledger.block_free = state.blocks[b].node
@@ -227,12 +227,20 @@ def save_to_host(state: State, b: int) -> None:
 
 
 @compiled
+def has_children(state: State, b: int) -> bool:
+    """True when a published block has a cached child. O(1)."""
+    n = state.blocks[b].node
+    return bool(n != 0 and state.nodes[n].num_children > 0)
+
+
+@compiled
 def evict_device(state: State) -> int:
     """Part the oldest evictable block from its device frame and return the frame. O(1).
 
     A clean block only loses the frame. A dirty one is cached content (a SWAPPED owner's is clean
-    since `swap_out`): under write_back it is copied to the host tier when a frame can be had
-    there, else dropped; its device frame is departing and handed on at once (design section 2).
+    since `swap_out`): it is copied to the host tier, when a frame can be had there, under
+    write_back, and under every policy when the host tier still caches its children (R4); else it
+    is dropped. Its device frame is departing and handed on at once (design section 2).
     """
     ledger = state.ledger[0]
     f = int(state.pools[DEVICE].oldest)
@@ -243,7 +251,7 @@ def evict_device(state: State) -> int:
         if state.blocks[b].bits & IN_HOST_LRU:  # as fresh as its device copy was
             lru.remove(state, HOST, state.blocks[b].host_frame)
             lru.append_newest(state, HOST, state.blocks[b].host_frame)
-    elif ledger.write_back:
+    elif ledger.write_back or has_children(state, b):
         save_to_host(state, b)
     clean = is_clean(state, b)
     vacate_device(state, b)
@@ -258,14 +266,19 @@ def evict_device(state: State) -> int:
 
 
 @compiled
-def take_device_frame(state: State, b: int) -> int:
-    """Give block `b` a device frame, free or evicted; the caller knows there is one. O(1)."""
+def take_device_frame(state: State) -> int:
+    """A device frame that holds nothing, free or evicted; the caller knows there is one. O(1)."""
     f = take_free(state, DEVICE)
-    if f == 0:
-        f = evict_device(state)
+    if f:
+        return f
+    return evict_device(state)
+
+
+@compiled
+def give_device_frame(state: State, b: int, f: int) -> None:
+    """Let a taken device frame hold block `b`. O(1)."""
     state.blocks[b].device_frame = f
     state.frames[device_at(state, f)].block = b
-    return f
 
 
 @compiled
@@ -322,7 +335,7 @@ def arrive(state: State, start: int, num_blocks: int) -> int:
     for i in range(start, start + num_blocks):
         b = int(state.table[i])
         if state.blocks[b].device_frame == 0:
-            take_device_frame(state, b)
+            give_device_frame(state, b, take_device_frame(state))
             plan_copy_in(state, b)
         f = state.blocks[b].device_frame
         state.frame_table[i] = f

@@ -111,7 +111,7 @@ BLOCK = np.dtype(
         ("device_frame", "i4"),
         ("host_frame", "i4"),
         ("num_tokens", "i2"),  # valid slots, counted from offset 0
-        ("num_pins", "u2"),  # live pins naming it
+        ("num_pins", "i2"),  # live pins naming it
         ("bits", "i4"),
     ]
 )

@@ -60,12 +60,12 @@ class Timeline:
     def from_samples(cls, samples: Sequence[Mapping[str, Any]]) -> Timeline:
         """Collect `samples` as `Manager.snapshot()` returns them; costs one copy.
 
-        Frame 0 of a tier is reserved, no one's, and left out. Raises ValueError when there is no
+        A tier without frames is left out. Raises ValueError when there is no
         sample, or when the samples are not of one Manager.
         """
         if not samples:
             raise ValueError("samples: got none, need at least one; take Manager.snapshot() a step")
-        tiers = [name for name, tier in samples[0]["tiers"].items() if len(tier["owner"]) > 1]
+        tiers = [name for name, tier in samples[0]["tiers"].items() if len(tier["owner"])]
         sizes = {name: len(samples[0]["tiers"][name]["owner"]) for name in tiers}
         for index, sample in enumerate(samples):
             for name in tiers:
@@ -77,7 +77,7 @@ class Timeline:
                     )
         times = np.array([sample["time"] for sample in samples], np.float64)
         owner = {
-            name: np.array([sample["tiers"][name]["owner"][1:] for sample in samples], np.int32).T
+            name: np.array([sample["tiers"][name]["owner"] for sample in samples], np.int32).T
             for name in tiers
         }
         steps = np.array([sample["step"] for sample in samples], np.int64)

@@ -85,7 +85,7 @@ class Store:
         ``DeviceUnavailable``, ``CorruptEntry`` or ``ManagerClosed`` when the device is no more.
         Cost: 150-200 us for a plan of 200 frames each way, 15 us for a step without copies.
         """
-        self._check_usable()
+        self.check_usable()
         with self._lock:
             blocks = self.num_blocks
             out = Ids.checked("out", plan.out_device, plan.out_host, plan.out_tokens, blocks)
@@ -107,7 +107,7 @@ class Store:
         On the CPU device the calling thread is the compute stream: it waits here, under no lock.
         Raises as ``submit`` when the device failed or was closed meanwhile.
         """
-        self._check_usable()
+        self.check_usable()
         with self._lock:
             into, out = self._transfers["in"], self._transfers["out"]
             if plan.step_after_in > into.last or plan.step_after_out > out.last:
@@ -364,7 +364,8 @@ class Store:
             what = "was closed" if self._closed else "belongs to the process that made it"
             raise ManagerClosed(f"the store {what}; make a new Manager here")
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise what closed the store or made its device fail (R8); cheap."""
         self._check_open()
         error = self.device.error
         if error is not None:

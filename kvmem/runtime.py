@@ -51,6 +51,7 @@ class Runtime:
         self.extras = ExtraKeys()
         self.events = EventLog()
         self.handles: weakref.WeakValueDictionary[int, Sequence] = weakref.WeakValueDictionary()
+        self.abandoned: deque[int] = deque()  # epochs of steps dropped without an end
         self.dropped: deque[int] = deque()  # records whose handle was dropped without free
         self.unpinned: deque[Ids] = deque()  # blocks of Pins dropped without release
         self.closed = False
@@ -71,6 +72,10 @@ class Runtime:
         """What each entry point does first under the lock: guards, dropped handles, fences."""
         self.check_open()
         self.store.check_usable()
+        while self.abandoned:
+            epoch = self.abandoned.popleft()
+            self.store.end(epoch)
+            self.submit(self.ledger.end_step(epoch, commit=False))
         while self.dropped:
             self.submit(self.ledger.free(np.array([self.dropped.popleft()], np.int32)))
         while self.unpinned:

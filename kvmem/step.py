@@ -202,6 +202,8 @@ class Step:
             return
         missing = self._missing_layers() if kind is None else []
         self._end(commit=kind is None and not missing)
+        if kind is None:
+            self._runtime.store.check_usable()  # a device that failed in the body: R8
         if missing:
             raise RuntimeError(
                 f"the step wrote no K/V for layers {missing[:8]}; call step.write for each of the "
@@ -256,7 +258,8 @@ class Step:
         return f"<Step {self._arrays.epoch} {state} {len(self.seqs)} rows {self.num_tokens} tokens>"
 
     def __del__(self) -> None:
-        if not getattr(self, "_ended", True):
+        if not getattr(self, "_ended", True) and not self._runtime.closed:
+            self._runtime.abandoned.append(self._arrays.epoch)
             warnings.warn(
                 f"step {self._arrays.epoch} was dropped without `with` or cancel()",
                 ResourceWarning,

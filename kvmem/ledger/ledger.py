@@ -34,7 +34,6 @@ from .state import (
 from .verify import verify
 
 Ids = NDArray[np.int32]
-MAX_NAMESPACES = 1 << 30
 
 
 @dataclass(slots=True)
@@ -78,6 +77,7 @@ class Ledger:
         )
         self.open_rows: dict[int, NDArray[Any]] = {}  # epoch -> rows of an open step
         self._namespaces: dict[bytes, int] = {}
+        self._free_namespaces = list(range(1, len(self.state.namespaces)))
         self._found = np.zeros(256, np.int32)
         self._hashes = np.zeros(16, np.int64)
         self._need = np.zeros(2, np.int64)
@@ -135,17 +135,24 @@ class Ledger:
         known = self._namespaces.get(name)
         if known is not None:
             return known
-        records_ = self.state.namespaces
-        if len(self._namespaces) + 1 >= len(records_):
-            for other, i in list(self._namespaces.items()):
-                if not records_["num_children"][i] and not records_["num_sequences"][i]:
-                    del self._namespaces[other]
-            if 2 * len(self._namespaces) + 2 >= len(records_):
-                self._grow("namespaces", length=2 * len(records_))
-        taken = set(self._namespaces.values())
-        number = next(i for i in range(1, len(self.state.namespaces)) if i not in taken)
+        if not self._free_namespaces:
+            self._forget_namespaces()
+        number = self._free_namespaces.pop()
         self._namespaces[name] = number
         return number
+
+    def _forget_namespaces(self) -> None:
+        """Take back the numbers of namespaces without blocks and sequences; make more if most are
+        in use. Amortised O(1) a new namespace."""
+        used = self.state.namespaces
+        for name, i in list(self._namespaces.items()):
+            if not used["num_children"][i] and not used["num_sequences"][i]:
+                del self._namespaces[name]
+                self._free_namespaces.append(i)
+        old = len(used)
+        if 2 * len(self._free_namespaces) < old:
+            self._grow("namespaces", length=2 * old)
+            self._free_namespaces.extend(range(old, len(self.state.namespaces)))
 
     # --- sequences ------------------------------------------------------------------------------
 
@@ -173,9 +180,7 @@ class Ledger:
             max_cached,
         )
         if len(tokens):
-            found = self.look_up(s)
-            hit = min(len(found) * self.block_size, len(tokens) - 1)
-            self.state.sequences["num_cached"][s] = hit
+            self.state.sequences["num_cached"][s] = len(self.look_up(s)) * self.block_size
         return int(s)
 
     def look_up(self, s: int) -> Ids:

@@ -1,0 +1,274 @@
+"""Attention of new tokens over paged K/V."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuda_kernels import checks
+from cuda_kernels.dtypes import StorageDtype, storage_dtype
+
+if TYPE_CHECKING:
+    from cuda_kernels.attention.split import Rules
+    from cuda_kernels.attention.tasks import Rows
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+def paged_attention(
+    out: NDArray[Any],
+    query: NDArray[Any],
+    arena: NDArray[Any],
+    *,
+    dtype: str,
+    key_offset: int,
+    value_offset: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    table: NDArray[np.int32],
+    table_start: NDArray[np.int64],
+    seq_lens: NDArray[np.int64],
+    query_start: NDArray[np.int64],
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi: NDArray[np.float32] | None = None,
+    sinks: NDArray[np.float32] | None = None,
+    lse: NDArray[np.float32] | None = None,
+    value_arena: NDArray[Any] | None = None,
+    check: bool = True,
+) -> None:
+    """Attend each query token to the positions of its row up to its own; write ``out``.
+
+    ``query`` is ``[num_tokens, num_heads, head_dim]`` and ``out`` ``[num_tokens, num_heads,
+    value_dim]``, of any strides; ``arena`` is ``[frames, frame_elements]``, C-contiguous; all of
+    the storage dtype. Query head ``h`` reads KV head ``h // (num_heads // num_kv_heads)``. A frame
+    holds the key plane ``[num_kv_heads, block_size, head_dim]`` at ``key_offset`` elements and
+    the value plane ``[num_kv_heads, block_size, value_dim]`` at ``value_offset``; the latter in
+    ``value_arena`` if it is given, an array like ``arena`` with as many frames.
+
+    Rows are ragged: block ``j`` of row ``i`` lies in frame ``table[table_start[i] + j]`` (int32);
+    the row's tokens are ``query_start[i] <= t < query_start[i + 1]`` and are the last ones of its
+    ``seq_lens[i]`` positions (int32 or int64). ``query_start`` begins at 0; tokens past its end
+    are left alone. A row without tokens costs nothing; one of length 0 gives zeros and a
+    log-sum-exp of -inf.
+
+    score = q . k * ``scale`` (None: head_dim ** -0.5); then ``softcap * tanh(score / softcap)``;
+    then ALiBi, ``- alibi[head] * (query position - key position)``; then the mask: causal, and with
+    ``window`` only the last ``window`` positions, its own included. ``sinks[head]`` is a logit
+    that enters the softmax's denominator only. ``alibi`` and ``sinks`` are float32
+    ``[num_heads]``. ``lse``, float32 ``[num_tokens, num_heads]``, receives the natural logarithm
+    of the denominator ``out`` was divided by: with sinks, they are included.
+
+    Arithmetic is float32. A token's result depends, bit for bit, neither on the other rows, nor on
+    how the row was cut into steps, nor on frames, nor on the number of threads. NaN or Inf past a
+    row's length, in other frames, or at positions a token doesn't attend to reaches no result.
+
+    Raises TypeError or ValueError before a byte is written. ``check=False`` trusts arrays and
+    tables. Cost: the K/V of each row once for every 64 query rows of a KV head, and 2 *
+    (head_dim + value_dim) flops a query head and position, on Numba's threads with the GIL
+    released; float32 scratch of the size of query and out.
+    """
+    storage = storage_dtype(dtype)
+    values = arena if value_arena is None else value_arena
+    if check:
+        _check_arrays(
+            out,
+            query,
+            arena,
+            values,
+            storage,
+            key_offset,
+            value_offset,
+            block_size,
+            num_kv_heads,
+            head_dim,
+            value_dim,
+        )
+        _check_rules(query.shape[1], scale, window, softcap, alibi, sinks)
+        if lse is not None:
+            checks.array("lse", lse, (_FLOAT32,), query.shape[:2])
+            checks.writable("lse", lse)
+        _check_rows(query.shape[0], table, table_start, seq_lens, query_start)
+    from cuda_kernels.attention import cpu, split, tasks
+
+    rows = tasks.Rows(
+        table,
+        np.ascontiguousarray(table_start, np.int64),
+        np.ascontiguousarray(seq_lens, np.int64),
+        np.ascontiguousarray(query_start, np.int64),
+    )
+    if check:
+        _check_tables(rows, int(block_size), int(window or 0), arena.shape[0])
+    num_heads = query.shape[1]
+    target = lse
+    if target is None or not target.flags.c_contiguous:
+        target = np.empty((query.shape[0], num_heads), np.float32)
+    cpu.attend(
+        out.view(storage.bits_dtype),
+        query.view(storage.bits_dtype),
+        arena.view(storage.bits_dtype),
+        values.view(storage.bits_dtype),
+        target,
+        rows,
+        split.Geometry(
+            storage.kind,
+            int(key_offset),
+            int(value_offset),
+            int(block_size),
+            int(head_dim),
+            int(value_dim),
+            (int(head_dim) + 7) // 8 * 8,
+            (int(value_dim) + 31) // 32,
+        ),
+        _rules(num_heads, window, softcap, alibi, sinks),
+        head_dim**-0.5 if scale is None else float(scale),
+        int(num_kv_heads),
+    )
+    if lse is not None and target is not lse:
+        lse[: int(rows.query_start[-1])] = target[: int(rows.query_start[-1])]
+
+
+def _rules(
+    num_heads: int,
+    window: int | None,
+    softcap: float | None,
+    alibi: NDArray[np.float32] | None,
+    sinks: NDArray[np.float32] | None,
+) -> Rules:
+    """What bends the scores, in the twin's terms: neutral values where a feature is off."""
+    from cuda_kernels.attention import split
+
+    if alibi is None:
+        alibi = np.zeros(num_heads, np.float32)
+    if sinks is None:
+        sinks = np.full(num_heads, -np.inf, np.float32)
+    return split.Rules(
+        int(window or 0),
+        np.float32(softcap or 0),
+        np.ascontiguousarray(alibi),
+        np.ascontiguousarray(sinks),
+    )
+
+
+def _check_arrays(
+    out: NDArray[Any],
+    query: NDArray[Any],
+    arena: NDArray[Any],
+    values: NDArray[Any],
+    storage: StorageDtype,
+    key_offset: int,
+    value_offset: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+) -> None:
+    """Shapes, dtypes and planes."""
+    size = checks.integer("block_size", block_size, 1, 2**20)
+    heads = checks.integer("num_kv_heads", num_kv_heads, 1, 2**20)
+    dims = checks.integer("head_dim", head_dim, 1, 2**16)
+    value_dims = checks.integer("value_dim", value_dim, 1, 2**16)
+    dtypes = (storage.array_dtype,)
+    checks.array("query", query, dtypes, (None, None, dims))
+    num_tokens, num_heads, _ = query.shape
+    if num_heads == 0 or num_heads % heads:
+        raise ValueError(
+            f"query has {num_heads} heads, which is not a multiple of num_kv_heads {heads}"
+        )
+    checks.array("out", out, dtypes, (num_tokens, num_heads, value_dims))
+    checks.writable("out", out)
+    checks.array("arena", arena, dtypes, (None, None), contiguous=True)
+    checks.plane("key_offset", key_offset, heads, size, dims, arena.shape[1])
+    checks.array("value_arena", values, dtypes, (arena.shape[0], None), contiguous=True)
+    checks.plane("value_offset", value_offset, heads, size, value_dims, values.shape[1])
+
+
+def _check_rules(
+    num_heads: int,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    alibi: NDArray[np.float32] | None,
+    sinks: NDArray[np.float32] | None,
+) -> None:
+    """Everything that bends the scores."""
+    if scale is not None:
+        _check_number("scale", scale)
+    if softcap is not None:
+        _check_number("softcap", softcap, positive=True)
+    if window is not None:
+        checks.integer("window", window, 1)
+    for name, values in (("alibi", alibi), ("sinks", sinks)):
+        if values is None:
+            continue
+        checks.array(name, values, (_FLOAT32,), (num_heads,))
+        wrong = np.isnan(values) | (values == np.inf)
+        if name == "alibi":
+            wrong |= np.isinf(values)
+        if wrong.any():
+            raise ValueError(f"{name}[{int(np.argmax(wrong))}] is not a finite number")
+
+
+def _check_number(name: str, value: Any, *, positive: bool = False) -> None:
+    """A finite float other than 0, or greater than 0; as float32, since so it is used."""
+    numbers = (int, float, np.integer, np.floating)
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers):
+        raise TypeError(f"{name} must be a number or None, got {type(value).__name__}")
+    number = float(value)
+    single = float(np.float32(number)) if abs(number) < 3e38 else math.inf
+    if not math.isfinite(single) or single == 0 or (positive and single < 0):
+        allowed = "greater than 0" if positive else "other than 0"
+        raise ValueError(f"{name} must be a finite number {allowed}, got {value}; None: default")
+
+
+def _check_rows(
+    num_tokens: int,
+    table: NDArray[np.int32],
+    table_start: NDArray[np.int64],
+    seq_lens: NDArray[np.int64],
+    query_start: NDArray[np.int64],
+) -> None:
+    """Shapes of the row arrays and the ends of query_start."""
+    checks.array("seq_lens", seq_lens, checks.INTEGER_DTYPES, (None,))
+    num_rows = seq_lens.shape[0]
+    checks.array("table", table, (np.dtype(np.int32),), (None,), contiguous=True)
+    checks.array("table_start", table_start, checks.INTEGER_DTYPES, (num_rows,))
+    checks.array("query_start", query_start, checks.INTEGER_DTYPES, (num_rows + 1,))
+    if query_start[0] != 0 or query_start[-1] > num_tokens:
+        raise ValueError(
+            f"query_start must begin at 0 and end at most at num_tokens {num_tokens}; got "
+            f"{int(query_start[0])} and {int(query_start[-1])}"
+        )
+
+
+def _check_tables(rows: Rows, block_size: int, window: int, num_frames: int) -> None:
+    """The part of the tables that will be read (case 69): no launch, no read, on a bad id."""
+    from cuda_kernels.attention import tasks
+
+    fault, row, a, b = tasks.find_fault(rows, block_size, window, num_frames)
+    if fault == 1:
+        raise ValueError(
+            f"table is too short for row {row}: seq_lens[{row}] {int(rows.seq_lens[row])} needs "
+            f"{a} columns of {block_size} from table_start[{row}] {b}, but the table ends at "
+            f"{rows.table.shape[0]}"
+        )
+    if fault == 2:
+        raise ValueError(
+            f"table of row {row}, column {a}, names frame {b}; arena has frames 0 to "
+            f"{num_frames - 1}"
+        )
+    if fault == 3:
+        raise ValueError(
+            f"row {row} has {a} query tokens, more than its seq_lens[{row}] {b}; seq_lens counts "
+            f"the query tokens too"
+        )
+    if fault == 4:
+        raise ValueError(f"seq_lens[{row}] is {a}; allowed: 0 or more")
+    if fault == 5:
+        raise ValueError(f"query_start falls from row {row} to {row + 1}; it must not decrease")

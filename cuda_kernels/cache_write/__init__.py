@@ -1,0 +1,102 @@
+"""Writing freshly computed K/V rows into their slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuda_kernels import checks
+from cuda_kernels.dtypes import storage_dtype
+
+
+def write_kv(
+    arena: NDArray[Any],
+    key: NDArray[Any],
+    value: NDArray[Any],
+    *,
+    dtype: str,
+    key_offset: int,
+    value_offset: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    slot_mapping: NDArray[np.int64],
+    value_arena: NDArray[Any] | None = None,
+    check: bool = True,
+) -> None:
+    """Store row ``t`` of key and value in slot ``slot_mapping[t]``; -1 skips the row.
+
+    ``arena`` is ``[frames, frame_elements]`` of the storage dtype, C-contiguous; ``key`` is
+    ``[num_tokens, num_kv_heads, head_dim]`` and ``value`` ``[num_tokens, num_kv_heads,
+    value_dim]`` of the same dtype, of any strides. A slot is ``frame * block_size + offset``
+    (int32 or int64). A frame holds the key plane ``[num_kv_heads, block_size, head_dim]`` at
+    ``key_offset`` elements and the value plane likewise at ``value_offset``; the latter in
+    ``value_arena`` if it is given, an array like ``arena`` with as many frames.
+
+    No two rows may name one slot: that is the caller's duty, and what a slot named twice holds is
+    undefined. All slots are checked before the first write; TypeError or ValueError then leaves
+    the arena as it was. With ``check=False`` arrays and slots are trusted. Releases the GIL.
+    Cost: one pass over key and value, on the calling thread.
+    """
+    storage = storage_dtype(dtype)
+    values = arena if value_arena is None else value_arena
+    if check:
+        _check(
+            arena,
+            values,
+            key,
+            value,
+            storage.array_dtype,
+            key_offset,
+            value_offset,
+            block_size,
+            num_kv_heads,
+            head_dim,
+            value_dim,
+            slot_mapping,
+        )
+    from cuda_kernels.cache_write import cpu
+
+    cpu.write(arena, values, key, value, key_offset, value_offset, block_size, slot_mapping)
+
+
+def _check(
+    arena: NDArray[Any],
+    values: NDArray[Any],
+    key: NDArray[Any],
+    value: NDArray[Any],
+    array_dtype: np.dtype[Any],
+    key_offset: int,
+    value_offset: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    slot_mapping: NDArray[np.int64],
+) -> None:
+    """Refuse what can't be written, before any of it is."""
+    checks.array("arena", arena, (array_dtype,), (None, None), contiguous=True)
+    checks.writable("arena", arena)
+    size = checks.integer("block_size", block_size, 1, 2**20)
+    heads = checks.integer("num_kv_heads", num_kv_heads, 1, 2**20)
+    dims = checks.integer("head_dim", head_dim, 1, 2**20)
+    value_dims = checks.integer("value_dim", value_dim, 1, 2**20)
+    frames, frame_elements = arena.shape
+    checks.plane("key_offset", key_offset, heads, size, dims, frame_elements)
+    checks.array("value_arena", values, (array_dtype,), (frames, None), contiguous=True)
+    checks.writable("value_arena", values)
+    checks.plane("value_offset", value_offset, heads, size, value_dims, values.shape[1])
+    checks.array("slot_mapping", slot_mapping, checks.INTEGER_DTYPES, (None,))
+    tokens = slot_mapping.shape[0]
+    checks.array("key", key, (array_dtype,), (tokens, heads, dims))
+    checks.array("value", value, (array_dtype,), (tokens, heads, value_dims))
+    wrong = (slot_mapping < -1) | (slot_mapping >= frames * size)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise ValueError(
+            f"slot_mapping[{at}] is {int(slot_mapping[at])}; a slot is -1 (skip) or 0 to "
+            f"{frames * size - 1} ({frames} frames of {size} slots)"
+        )

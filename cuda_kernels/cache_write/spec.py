@@ -1,0 +1,81 @@
+"""The spec of `write_kv`: byte-exact reference and input maker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuda_kernels.dtypes import float_to_bits, nan_pattern, storage_dtype
+from cuda_kernels.spec import Spec
+
+
+def reference(arguments: dict[str, Any]) -> NDArray[Any]:
+    """What the arena holds afterwards, slot by slot."""
+    a = arguments
+    arena: NDArray[Any] = a["arena"].copy()
+    for token, slot in enumerate(a["slot_mapping"]):
+        if slot < 0:
+            continue
+        frame, offset = divmod(int(slot), a["block_size"])
+        for rows, plane in ((a["key"], a["key_offset"]), (a["value"], a["value_offset"])):
+            for head in range(a["num_kv_heads"]):
+                start = plane + (head * a["block_size"] + offset) * rows.shape[2]
+                arena[frame, start : start + rows.shape[2]] = rows[token, head]
+    return arena
+
+
+def make_inputs(
+    rng: np.random.Generator,
+    *,
+    dtype: str,
+    num_tokens: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    block_size: int,
+    skipped: float = 0.2,
+) -> dict[str, Any]:
+    """Draw arguments of `write_kv`: distinct slots in random order, some -1; the arena is NaN."""
+    num_frames = num_tokens // block_size + 3
+    key_size = num_kv_heads * block_size * head_dim
+    elements = key_size + num_kv_heads * block_size * value_dim + 5
+    slots = rng.permutation(num_frames * block_size)[:num_tokens].astype(np.int64)
+    slots[rng.random(num_tokens) < skipped] = -1
+    storage = storage_dtype(dtype)
+    return {
+        "arena": np.full((num_frames, elements), nan_pattern(dtype).view(storage.array_dtype)),
+        "key": float_to_bits(rng.standard_normal((num_tokens, num_kv_heads, head_dim)), dtype),
+        "value": float_to_bits(rng.standard_normal((num_tokens, num_kv_heads, value_dim)), dtype),
+        "dtype": dtype,
+        "key_offset": 2,
+        "value_offset": 2 + key_size + 3,
+        "block_size": block_size,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "value_dim": value_dim,
+        "slot_mapping": slots,
+    }
+
+
+SPEC = Spec(
+    name="write_kv",
+    axes={
+        "num_tokens": "rows to store",
+        "num_kv_heads": "heads of K and V",
+        "head_dim": "width of k, any",
+        "value_dim": "width of v, any",
+        "block_size": "slots of a frame, any",
+    },
+    tensors={
+        "arena": "[frames, frame_elements], storage dtype",
+        "key": "[num_tokens, num_kv_heads, head_dim], storage dtype",
+        "value": "[num_tokens, num_kv_heads, value_dim], storage dtype",
+        "slot_mapping": "[num_tokens], int32 or int64; frame * block_size + offset, -1 skips",
+    },
+    tolerance={"float32": 0, "float16": 0, "bfloat16": 0},
+    relative_to="bits",
+    reference=reference,
+    make_inputs=make_inputs,
+)

@@ -1,0 +1,85 @@
+"""Checks that the public functions of all operations share: types, shapes, ranges.
+
+Each raises TypeError for a wrong Python type or array dtype and ValueError for a wrong value,
+with the parameter's name, what came, what is allowed; never the contents of an array.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+INTEGER_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+
+
+def integer(name: str, value: Any, minimum: int, maximum: int = 2**62) -> int:
+    """Return ``value`` as an int within [minimum, maximum]; bools and floats are refused."""
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be an integer, got a bool")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from None
+    if not minimum <= number <= maximum:
+        raise ValueError(f"{name} must be an integer from {minimum} to {maximum}, got {number}")
+    return number
+
+
+def array(
+    name: str,
+    value: Any,
+    dtypes: Sequence[np.dtype[Any]],
+    shape: Sequence[int | None],
+    *,
+    contiguous: bool = False,
+) -> NDArray[Any]:
+    """Return ``value`` if it is an array of one of the dtypes and of the shape (None = any)."""
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{name} must be a numpy array, got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        allowed = " or ".join(str(d) for d in dtypes)
+        raise TypeError(f"{name} must have dtype {allowed}, got {value.dtype}")
+    matches = value.ndim == len(shape) and all(
+        want is None or have == want for have, want in zip(value.shape, shape, strict=True)
+    )
+    if not matches:
+        wanted = "[" + ", ".join("any" if want is None else str(want) for want in shape) + "]"
+        raise ValueError(f"{name} must have shape {wanted}, got {list(value.shape)}")
+    if contiguous and not value.flags.c_contiguous:
+        raise ValueError(f"{name} must be C-contiguous; got strides {list(value.strides)}")
+    return value
+
+
+def writable(name: str, value: NDArray[Any]) -> None:
+    """Refuse a read-only array where the operation writes."""
+    if not value.flags.writeable:
+        raise ValueError(f"{name} is read-only, but this operation writes to it")
+
+
+def plane(name: str, offset: Any, rows: int, block_size: int, width: int, frame: int) -> int:
+    """Return ``offset`` if a plane [rows, block_size, width] at it lies inside a frame."""
+    start = integer(name, offset, 0)
+    end = start + rows * block_size * width
+    if end > frame:
+        raise ValueError(
+            f"{name} {start} puts a plane of {rows} x {block_size} x {width} elements past the "
+            f"frame's end: {end} > {frame}"
+        )
+    return start
+
+
+def frame_ids(name: str, ids: NDArray[Any], num_frames: int, limit_name: str) -> None:
+    """Refuse ids outside [0, num_frames). One vectorised pass."""
+    if ids.size == 0:
+        return
+    wrong = (ids < 0) | (ids >= num_frames)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise ValueError(
+            f"{name}[{at}] is frame {int(ids[at])}, but {limit_name} has frames 0 to "
+            f"{num_frames - 1}"
+        )

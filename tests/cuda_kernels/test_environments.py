@@ -1,0 +1,91 @@
+"""The kernels in other processes: generic CPU, workqueue threads; and what an import costs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SMOKE = """
+import numpy as np, cuda_kernels
+from cuda_kernels.attention.spec import SPEC
+def once(rng, dtype="float32"):
+    a = SPEC.make_inputs(rng, dtype=dtype, seq_lens=[2100, 300, 0, 17], query_lens=[1, 300, 1, 5],
+        num_heads=8, num_kv_heads=4, head_dim=128, value_dim=64, block_size=16, softcap=20.0,
+        alibi=np.full(8, 0.01, np.float32))
+    cuda_kernels.paged_attention(**a)
+    return a
+def check(a):
+    from cuda_kernels.dtypes import bits_to_float
+    error = np.abs(bits_to_float(a["out"], a["dtype"]) - SPEC.reference(a)[0]).max()
+    assert error <= 5 * SPEC.tolerance[a["dtype"]], error
+"""
+
+GENERIC = (
+    SMOKE
+    + """
+check(once(np.random.default_rng(3)))
+"""
+)
+
+WORKQUEUE = (
+    SMOKE
+    + """
+import threading, numba
+results, failures = {}, []
+def work(name):
+    try:
+        for k in range(8):
+            results[name, k] = once(np.random.default_rng(k))
+    except BaseException as error:
+        failures.append(error)
+threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+[t.start() for t in threads]; [t.join() for t in threads]
+assert not failures, failures
+assert numba.threading_layer() == "workqueue", numba.threading_layer()
+for k in range(8):
+    assert np.array_equal(results[0, k]["out"], results[1, k]["out"])
+check(results[0, 3])
+"""
+)
+
+IMPORT = """
+import sys
+import cuda_kernels
+from cuda_kernels.attention import spec
+assert not [m for m in sys.modules if m.split(".")[0] in ("numba", "torch", "kvmem")]
+"""
+
+
+def run_python(source: str, **environment: str) -> None:
+    """Run a script in a fresh interpreter; on failure show what it wrote."""
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_generic_cpu() -> None:
+    """No fused multiply-add, no AVX: other roundings, same tolerances."""
+    run_python(GENERIC, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="")
+
+
+@pytest.mark.parametrize("threads", ["2"])
+def test_two_python_threads_under_workqueue(threads: str) -> None:
+    """Two threads inside workqueue's parallel code abort the process; the lock keeps them out."""
+    run_python(WORKQUEUE, NUMBA_THREADING_LAYER="workqueue", NUMBA_NUM_THREADS=threads)
+
+
+def test_import_loads_neither_numba_nor_torch() -> None:
+    run_python(IMPORT)

@@ -4,13 +4,14 @@ A plan is flat int32 arrays and a few ids. The ledger makes it, the store runs i
 making; nothing else passes between the two, so that several stores (one a tensor-parallel rank)
 can run the same plans.
 
-Order (R6) is told by three counters that only grow, each finished in order:
+Order (R6) is told by three counters that only grow:
 
-- out transfers (device to host) 1, 2, 3, ... on one stream;
-- in transfers (host to device) 1, 2, 3, ... on another stream;
+- out transfers (device to host) 1, 2, 3, ... on one stream, in order;
+- in transfers (host to device) 1, 2, 3, ... on another stream, in order;
 - steps (epochs) 1, 2, 3, ... on the compute stream.
 
-"After n" means: all of that kind with an id up to n are done; 0 means nothing to wait for.
+After a transfer n means: all of that direction with an id up to n are done. After a step n means
+step n itself has ended (others may be open; they hold what they use). 0: nothing to wait for.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ from kvmem.extras import ExtraKeys
 from kvmem.ledger import Ledger, Refusal
 from kvmem.ledger import decide as codes
 from kvmem.ledger.state import DEVICE, HOST
+from kvmem.sequence import Sequence
 from kvmem.store.store import Store
 
 if TYPE_CHECKING:
     from kvmem.plan import Plan
-    from kvmem.sequence import Sequence
 
 Ids = NDArray[np.int32]
 TIERS = ("device", "host")
@@ -105,8 +105,6 @@ class Runtime:
     def record(self, seq: object, name: str, row: int | None = None) -> int:
         """The record number of one live handle of this Manager."""
         where = name if row is None else f"{name}[{row}]"
-        from kvmem.sequence import Sequence  # the handle knows the runtime, not the reverse
-
         if not isinstance(seq, Sequence):
             raise TypeError(f"{where} must be a Sequence, not {type(seq).__name__}")
         if seq.is_freed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, NoReturn
 
+from kvmem.errors import ManagerClosed, UnknownSequence
 from kvmem.ledger.state import RESIDENT, SWAPPED, WAITING
 
 if TYPE_CHECKING:
@@ -104,8 +105,6 @@ class Sequence:
         self._record = 0
 
     def _field(self, name: str) -> int:
-        from kvmem.errors import ManagerClosed, UnknownSequence
-
         if self._runtime.closed:
             raise ManagerClosed(f"the Manager of sequence {self._id} was closed")
         if self._record == 0:

@@ -15,7 +15,8 @@ class SizePlan:
     """Sizes of the two tiers of a Config, and the bound under which swapping never gets stuck.
 
     Bytes are exact: the arenas are allocated with these sizes. ``metadata_bytes`` is an upper
-    bound, without the block tables of live sequences, which grow with use.
+    bound, without the block tables of live sequences, which grow with use. A fork that writes into
+    a block it shares needs one block more until that step ends: count it in its final blocks.
     """
 
     block_size: int  # tokens a block

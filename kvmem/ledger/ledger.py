@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from kvmem.plan import Plan
 
 from . import carry_out, decide, ops_sequences, ops_steps, ops_tiers
+from .growth import GrowingState, span_capacity
 from .raising import Refusal, refuse
-from .spans import SMALLEST
 from .state import (
     DEVICE,
     GROUP,
@@ -26,8 +26,6 @@ from .state import (
     RESIDENT,
     ROW,
     SWAPPED,
-    State,
-    grown,
     make_state,
     records,
 )
@@ -53,7 +51,7 @@ class StepArrays:
     num_tokens: NDArray[np.int32]  # [num_rows]
 
 
-class Ledger:
+class Ledger(GrowingState):
     """Blocks, frames, tables and the trie of one Manager. Not thread-safe: the Manager locks."""
 
     def __init__(
@@ -67,7 +65,7 @@ class Ledger:
         hash_seed: int | None = None,
     ) -> None:
         self.block_size = block_size
-        self.state: State = make_state(
+        state = make_state(
             device_blocks=device_blocks,
             host_blocks=host_blocks,
             block_size=block_size,
@@ -75,84 +73,11 @@ class Ledger:
             record_fills=record_fills,
             hash_seed=secrets.randbits(31) if hash_seed is None else hash_seed,
         )
+        super().__init__(state)
         self.open_rows: dict[int, NDArray[Any]] = {}  # epoch -> rows of an open step
-        self._namespaces: dict[bytes, int] = {}
-        self._free_namespaces = list(range(1, len(self.state.namespaces)))
-        self._found = np.zeros(256, np.int32)
         self._hashes = np.zeros(16, np.int64)
         self._need = np.zeros(2, np.int64)
-        self._sealed = np.zeros(13, np.int64)
-
-    # --- growth ---------------------------------------------------------------------------------
-
-    def _grow(self, *names: str, length: int) -> None:
-        """Let arrays of the state have at least `length` rows."""
-        self.state = self.state._replace(
-            **{name: grown(getattr(self.state, name), length) for name in names}
-        )
-
-    def _room_for_tokens(self, entries: int) -> None:
-        need = int(self.state.ledger["tokens_top"][0]) + entries
-        if need > len(self.state.tokens):
-            self._grow("tokens", length=need)
-
-    def _room_for_table(self, entries: int) -> None:
-        need = int(self.state.ledger["table_top"][0]) + entries
-        if need > len(self.state.table):
-            self._grow("table", "frame_table", length=need)
-
-    def _room_for_sequences(self, count: int) -> None:
-        used = int(self.state.ledger["num_sequences"][0])
-        old = len(self.state.sequences)
-        if used + count < old:
-            return
-        self._grow("sequences", "tables", length=used + count + 1)
-        # the new records are the free list's new head, the old head its end
-        new = np.arange(old, len(self.state.sequences), dtype=np.int32)
-        self.state.sequences["next_free"][new[:-1]] = new[1:]
-        self.state.sequences["next_free"][new[-1]] = self.state.ledger["sequence_free"][0]
-        self.state.ledger["sequence_free"][0] = new[0]
-
-    def _retry(self, code: int) -> bool:
-        """Grow what a compiled function found too short; True when it is worth calling again."""
-        needed = int(self.state.ledger["error_needed"][0])
-        if code == decide.GROW_TOKENS:
-            self._grow("tokens", length=needed)
-        elif code == decide.GROW_TABLE:
-            self._grow("table", "frame_table", length=needed)
-        elif code == decide.GROW_SCRATCH:
-            self._found = np.zeros(2 * needed, np.int32)
-        else:
-            return False
-        return True
-
-    def knows_namespace(self, name: bytes) -> bool:
-        """True when something was ever created in it and it was not forgotten since."""
-        return name in self._namespaces
-
-    def namespace_id(self, name: bytes) -> int:
-        """The number of a namespace, made if new; unused ones are forgotten now and then."""
-        known = self._namespaces.get(name)
-        if known is not None:
-            return known
-        if not self._free_namespaces:
-            self._forget_namespaces()
-        number = self._free_namespaces.pop()
-        self._namespaces[name] = number
-        return number
-
-    def _forget_namespaces(self) -> None:
-        """Take back the numbers of namespaces without blocks and sequences; make more if most are
-        in use. Amortised O(1) a new namespace."""
-        used = self.state.namespaces
-        for name, i in list(self._namespaces.items()):
-            if not used["num_children"][i] and not used["num_sequences"][i]:
-                del self._namespaces[name]
-                self._free_namespaces.append(i)
-        old = len(used)
-        if 2 * len(self._free_namespaces) < old:
-            self._grow("namespaces", length=2 * old)
-            self._free_namespaces.extend(range(old, len(self.state.namespaces)))
+        self._sealed = np.zeros(12, np.int64)
 
     # --- sequences ------------------------------------------------------------------------------
 
@@ -359,6 +284,7 @@ class Ledger:
     # --- tiers ----------------------------------------------------------------------------------
 
     def _in_state(self, seqs: Ids, state: int) -> Ids:
+        """Those of the records that are in a state."""
         return np.ascontiguousarray(seqs[self.state.sequences["state"][seqs] == state])
 
     def swap_out(self, seqs: Ids) -> Plan:
@@ -396,12 +322,12 @@ class Ledger:
 
     def reset(self, namespace: bytes | None) -> Plan:
         """Forget cached content of a namespace, or of all."""
+        if self.open_rows:  # whether or not that namespace exists: others must not be told
+            raise refuse(self.state, decide.IN_STEP)
         number = 0 if namespace is None else self._namespaces.get(namespace, -1)
         if number >= 0:
             roots = np.zeros(len(self.state.nodes), np.int32)
-            code = ops_tiers.reset(self.state, number, roots)
-            if code:
-                raise refuse(self.state, code)
+            ops_tiers.reset(self.state, number, roots)
         return self.seal()
 
     # --- plans ----------------------------------------------------------------------------------
@@ -409,28 +335,13 @@ class Ledger:
     def seal(self) -> Plan:
         """The plan of the call just made; its ids are issued, its lists emptied."""
         ops_steps.seal(self.state, self._sealed)
-        (
-            out_id,
-            num_out,
-            out_after_step,
-            out_after_in,
-            in_id,
-            num_in,
-            in_after_step,
-            in_after_out,
-            _,
-            step_after_in,
-            step_after_out,
-            num_copies,
-            num_fills,
-        ) = self._sealed.tolist()
+        out_id, num_out, out_after_step, out_after_in, *rest = self._sealed.tolist()
+        in_id, num_in, in_after_step, in_after_out, *rest = rest
+        step_after_in, step_after_out, num_copies, num_fills = rest
         plan = Plan(step_after_in=step_after_in, step_after_out=step_after_out)
         if out_id:
-            plan.out_id, plan.out_after_step, plan.out_after_in = (
-                out_id,
-                out_after_step,
-                out_after_in,
-            )
+            plan.out_id = out_id
+            plan.out_after_step, plan.out_after_in = out_after_step, out_after_in
             plan.out_device, plan.out_host, plan.out_tokens = _columns(self.state.out_list, num_out)
             plan.fill_frames = self.state.fill_list[:num_fills].copy()
         if in_id:
@@ -467,11 +378,6 @@ class Ledger:
         """True when the record holds a sequence that was not freed."""
         q = self.state.sequences[s]
         return bool(q["state"] != NO_SEQUENCE and not q["freed"])
-
-
-def span_capacity(length: int) -> int:
-    """Entries of the span that holds `length` entries, as spans.py has it."""
-    return max(SMALLEST, 1 << max(0, length - 1).bit_length())
 
 
 _NO_IDS = np.zeros(0, np.int32)

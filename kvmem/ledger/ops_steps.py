@@ -63,11 +63,10 @@ def seal(state: State, out: NDArray[np.int64]) -> None:
     out[5] = ledger.num_in
     out[6] = ledger.in_after_step
     out[7] = ledger.in_after_out
-    out[8] = ledger.epoch
-    out[9] = ledger.step_after_in
-    out[10] = ledger.step_after_out
-    out[11] = ledger.num_copies
-    out[12] = ledger.num_fills
+    out[8] = ledger.step_after_in
+    out[9] = ledger.step_after_out
+    out[10] = ledger.num_copies
+    out[11] = ledger.num_fills
     ledger.out_opened = ledger.num_out = ledger.num_in = 0
     ledger.num_copies = ledger.num_fills = 0
     ledger.out_after_step = ledger.out_after_in = 0

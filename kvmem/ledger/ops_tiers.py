@@ -160,12 +160,10 @@ def change_pins(state: State, ids: Ids, change: int) -> None:
 
 
 @entry_point
-def reset(state: State, namespace: int, roots: Ids) -> int:
+def reset(state: State, namespace: int, roots: Ids) -> None:
     """Unpublish everything of a namespace (0: of all) and drop what has no owner; live sequences
-    go on but publish no more. `roots` is zeroed scratch, one entry a node. O(nodes)."""
-    for s in range(1, state.sequences.shape[0]):
-        if state.sequences[s].state and state.sequences[s].step:
-            return IN_STEP
+    go on but publish no more. No step is open. `roots` is zeroed scratch, one entry a node.
+    O(nodes)."""
     for n in range(1, state.nodes.shape[0]):
         if state.node_blocks[n, GROUP] == 0:
             continue
@@ -191,4 +189,3 @@ def reset(state: State, namespace: int, roots: Ids) -> int:
                 sequence.num_published = 0
             else:
                 sequence.num_cached = 0
-    return OK

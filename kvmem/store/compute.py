@@ -212,7 +212,12 @@ def _head_vector(
         return None
     if isinstance(vector, torch.Tensor):
         vector = vector.detach().to(torch.float32).numpy()
-    array = np.ascontiguousarray(vector, dtype=np.float32)
+    try:
+        array = np.ascontiguousarray(vector, dtype=np.float32)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name} must be numbers, one a query head, not {type(vector).__name__}"
+        ) from None
     if array.shape != (num_heads,):
         raise ValueError(
             f"{name} has shape {array.shape}; expected ({num_heads},), one number a query head"

@@ -44,7 +44,7 @@ EVICTIONS = ("lru",)
 _PLANNED_EVICTIONS = ("lfu", "fifo", "s3fifo", "arc", "cost")
 
 ZERO_ON_FREE = ("never",)
-_PLANNED_ZERO_ON_FREE = ("device", "host", "always")
+_PLANNED_ZERO_ON_FREE = ("cross_namespace", "always")
 
 _UNIT_BYTES = {
     "": 1, "B": 1,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -67,12 +68,7 @@ class Step:
         self.num_tokens = len(arrays.tokens)
         self.max_query_len = int(arrays.num_tokens.max(initial=0))
         self.max_seq_len = int(arrays.seq_lens.max(initial=0))
-        ends = arrays.query_start[1:] - 1
-        self.ready: list[Sequence] = [
-            seq
-            for seq, is_last in zip(self.seqs, np.isin(ends, arrays.last), strict=True)
-            if is_last
-        ]
+        self.ready: list[Sequence] = list(compress(self.seqs, arrays.is_ready.tolist()))
 
     # --- what is computed -----------------------------------------------------------------------
 

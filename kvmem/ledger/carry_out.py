@@ -168,6 +168,7 @@ def fill_rows(
     query_start: NDArray[np.int32],
     table_start: NDArray[np.int64],
     last: NDArray[np.int64],
+    is_ready: NDArray[np.bool_],
 ) -> int:
     """Write the arrays of a step, rows in order; return how many rows are ready. O(tokens)."""
     block_size = state.ledger[0].block_size
@@ -194,6 +195,7 @@ def fill_rows(
         seq_lens[r] = end
         query_start[r + 1] = at
         table_start[r] = start
+        is_ready[r] = end == sequence.num_tokens
         r += 1
         if end == sequence.num_tokens:
             last[num_ready] = at - 1

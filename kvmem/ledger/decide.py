@@ -32,6 +32,7 @@ DRAFTS_PENDING = 7
 TOO_MANY_ACCEPTED = 8
 IN_STEP = 9
 TOO_MANY_PINS = 10
+GROW_LISTS = 11
 
 # Why a row is left out of a step (Step.left_out).
 PLANNED = 0
@@ -321,4 +322,7 @@ def decide(
     if ledger.table_top + new_entries > state.table.shape[0]:
         ledger.error_needed = ledger.table_top + new_entries
         return GROW_TABLE
+    if ledger.num_needed > state.out_list.shape[0]:  # each frame taken may evict, copy in or write
+        ledger.error_needed = ledger.num_needed
+        return GROW_LISTS
     return OK

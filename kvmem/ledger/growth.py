@@ -55,6 +55,10 @@ class GrowingState:
         self.state.sequences["next_free"][new[-1]] = self.state.ledger["sequence_free"][0]
         self.state.ledger["sequence_free"][0] = new[0]
 
+    def _room_for_lists(self, length: int) -> None:
+        if length > len(self.state.out_list):
+            self._grow("out_list", "in_list", "copy_list", length=length)
+
     def _retry(self, code: int) -> bool:
         """Grow what a compiled function found too short; True when it is worth calling again."""
         needed = int(self.state.ledger["error_needed"][0])
@@ -62,6 +66,8 @@ class GrowingState:
             self._grow("tokens", length=needed)
         elif code == decide.GROW_TABLE:
             self._grow("table", "frame_table", length=needed)
+        elif code == decide.GROW_LISTS:
+            self._room_for_lists(needed)
         elif code == decide.GROW_SCRATCH:
             self._found = np.zeros(2 * needed, np.int32)
         else:

@@ -48,6 +48,7 @@ class StepArrays:
     table_start: NDArray[np.int64]  # [num_rows]: of each row in `frame_table`
     frame_table: NDArray[np.int32]  # the flat table of device frames at planning
     last: NDArray[np.int64]  # [num_ready]: the token whose logits are sampled
+    is_ready: NDArray[np.bool_]  # [num_rows]: the row's last pending token is in this step
     num_tokens: NDArray[np.int32]  # [num_rows]
 
 
@@ -242,6 +243,7 @@ class Ledger(GrowingState):
             table_start=np.empty(num_rows, np.int64),
             frame_table=self.state.frame_table,
             last=np.empty(num_rows, np.int64),
+            is_ready=np.empty(num_rows, np.bool_),
             num_tokens=counts,
         )
         num_ready = carry_out.fill_rows(
@@ -254,6 +256,7 @@ class Ledger(GrowingState):
             arrays.query_start,
             arrays.table_start,
             arrays.last,
+            arrays.is_ready,
         )
         arrays.last = arrays.last[:num_ready]
         self.open_rows[arrays.epoch] = rows
@@ -287,9 +290,15 @@ class Ledger(GrowingState):
         """Those of the records that are in a state."""
         return np.ascontiguousarray(seqs[self.state.sequences["state"][seqs] == state])
 
+    def _num_entries(self, seqs: Ids) -> int:
+        """Table entries of these sequences: no call on them copies more blocks."""
+        return int(self.state.tables["num_blocks"][seqs, GROUP].sum())
+
     def swap_out(self, seqs: Ids) -> Plan:
         """Make RESIDENT sequences SWAPPED; the others are left as they are."""
-        code = ops_tiers.swap_out(self.state, self._in_state(seqs, RESIDENT), self._need)
+        seqs = self._in_state(seqs, RESIDENT)
+        self._room_for_lists(self._num_entries(seqs))
+        code = ops_tiers.swap_out(self.state, seqs, self._need)
         if code:
             raise refuse(self.state, code)
         return self.seal()
@@ -303,14 +312,18 @@ class Ledger(GrowingState):
 
     def swap_in(self, seqs: Ids) -> Plan:
         """Make SWAPPED sequences RESIDENT; the others are left as they are."""
-        code = ops_tiers.swap_in(self.state, self._in_state(seqs, SWAPPED), self._need)
+        seqs = self._in_state(seqs, SWAPPED)
+        self._room_for_lists(self._num_entries(seqs))
+        code = ops_tiers.swap_in(self.state, seqs, self._need)
         if code:
             raise refuse(self.state, code)
         return self.seal()
 
     def evict(self, num_blocks: int, tier: int) -> tuple[int, Plan]:
         """Evict up to `num_blocks` cached blocks of a tier; how many it were."""
-        count = ops_tiers.evict(self.state, num_blocks, tier)
+        most = min(num_blocks, int(self.state.pools["num_evictable"][tier]))
+        self._room_for_lists(most)
+        count = ops_tiers.evict(self.state, most, tier)
         return int(count), self.seal()
 
     def change_pins(self, blocks: Ids, change: int) -> Plan:

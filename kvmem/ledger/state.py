@@ -194,8 +194,8 @@ NUM_SPAN_CLASSES = 40
 
 
 class State(NamedTuple):
-    """The arrays of one ledger. `sequences`, `tables`, `namespaces`, `tokens`, `table`
-    and `frame_table` grow; the others have their final size from the start."""
+    """The arrays of one ledger. `sequences`, `tables`, `namespaces`, `tokens`, `table`,
+    `frame_table` and the plan lists grow; the others have their final size from the start."""
 
     ledger: NDArray[Any]  # LEDGER, one record
     pools: NDArray[Any]  # POOL [num_groups * NUM_TIERS]
@@ -212,9 +212,9 @@ class State(NamedTuple):
     tokens: NDArray[np.int32]  # token ids, a span or two per sequence
     table: NDArray[np.int32]  # block ids, a span per sequence and group
     frame_table: NDArray[np.int32]  # the same spans: device frames while RESIDENT, else stale
-    out_list: NDArray[np.int32]  # [device frames + 1, 3]: device frame, host frame, tokens
-    in_list: NDArray[np.int32]  # [device frames + 1, 3]: host frame, device frame, tokens
-    copy_list: NDArray[np.int32]  # [device frames + 1, 3]: source, target, tokens
+    out_list: NDArray[np.int32]  # [rows, 3]: device frame, host frame, tokens
+    in_list: NDArray[np.int32]  # [rows, 3]: host frame, device frame, tokens
+    copy_list: NDArray[np.int32]  # [rows, 3]: source, target, tokens
     fill_list: NDArray[np.int32]  # device frames vacated (debug)
 
 
@@ -294,8 +294,8 @@ def make_state(
         tokens=np.zeros(1 << 12, np.int32),
         table=np.zeros(1 << 8, np.int32),
         frame_table=np.zeros(1 << 8, np.int32),
-        out_list=np.zeros((device_blocks + 1, 3), np.int32),
-        in_list=np.zeros((device_blocks + 1, 3), np.int32),
-        copy_list=np.zeros((device_blocks + 1, 3), np.int32),
+        out_list=np.zeros((64, 3), np.int32),
+        in_list=np.zeros((64, 3), np.int32),
+        copy_list=np.zeros((64, 3), np.int32),
         fill_list=np.zeros(fills, np.int32),
     )

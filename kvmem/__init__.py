@@ -32,9 +32,11 @@ if TYPE_CHECKING:
     from kvmem.block import Block
     from kvmem.cache import Match, Pin
     from kvmem.config import Config, LayerSpec
+    from kvmem.events import Event
     from kvmem.manager import Manager
     from kvmem.sequence import Sequence
     from kvmem.size_plan import SizePlan
+    from kvmem.stats import Stats
     from kvmem.step import Step
     from kvmem.swapper import Transfer
 
@@ -46,6 +48,7 @@ __all__ = [
     "ConfigError",
     "CorruptEntry",
     "DeviceUnavailable",
+    "Event",
     "FormatError",
     "KVMemError",
     "LayerSpec",
@@ -60,6 +63,7 @@ __all__ = [
     "SequenceTooLong",
     "ShapeError",
     "SizePlan",
+    "Stats",
     "Step",
     "TierError",
     "Transfer",
@@ -71,12 +75,14 @@ __all__ = [
 _HOME = {
     "Block": "kvmem.block",
     "Config": "kvmem.config",
+    "Event": "kvmem.events",
     "LayerSpec": "kvmem.config",
     "Manager": "kvmem.manager",
     "Match": "kvmem.cache",
     "Pin": "kvmem.cache",
     "Sequence": "kvmem.sequence",
     "SizePlan": "kvmem.size_plan",
+    "Stats": "kvmem.stats",
     "Step": "kvmem.step",
     "Transfer": "kvmem.swapper",
 }

@@ -33,13 +33,13 @@ SEQUENCE_COLOURS = (
     "#9c755f",
     "#a0cbe8",
     "#2d3f9e",
-    "#8cd17d",
     "#ff9da7",
+    "#8cd17d",
     "#7b4fa3",
-    "#ffbe7d",
+    "#0f5f3c",
     "#5f7d1e",
     "#d4a6c8",
-    "#0f5f3c",
+    "#ffbe7d",
     "#86bcb6",
 )
 

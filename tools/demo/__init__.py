@@ -1,0 +1,1 @@
+"""The pieces of the main job: a real model, its prompts, the reference and the check."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, NoReturn
 
-from kvmem.errors import ManagerClosed, UnknownSequence
+from kvmem.errors import UnknownSequence
 from kvmem.ledger.state import RESIDENT, SWAPPED, WAITING
 
 if TYPE_CHECKING:
@@ -105,8 +105,7 @@ class Sequence:
         self._record = 0
 
     def _field(self, name: str) -> int:
-        if self._runtime.closed:
-            raise ManagerClosed(f"the Manager of sequence {self._id} was closed")
+        self._runtime.check_open()
         if self._record == 0:
             raise UnknownSequence(f"sequence {self._id} was freed; create a new one")
         return int(self._runtime.ledger.state.sequences[name][self._record])

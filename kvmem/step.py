@@ -198,7 +198,7 @@ class Step:
             return
         missing = self._missing_layers() if kind is None else []
         self._end(commit=kind is None and not missing)
-        if kind is None:
+        if kind is None and not self._runtime.closed:
             self._runtime.store.check_usable()  # a device that failed in the body: R8
         if missing:
             raise RuntimeError(

@@ -158,12 +158,13 @@ def test_a_device_that_fails_in_the_body_of_a_step() -> None:
     d = Driver()
     seq, idle = d.create(list(range(6))), d.create([1])
     d.step([seq])
-    with d.manager.step([idle]) as step:
+    with pytest.raises(kvmem.DeviceUnavailable), d.manager.step([idle]) as step:
         d.run(step)
         d.store.device.hook = lambda *_: 1 / 0
         transfer = d.manager.swap_out([seq])
         with pytest.raises(kvmem.TransferError):
             transfer.wait(30)
+    assert idle.num_computed == 0  # the step that could not end counts nothing
     with pytest.raises(kvmem.DeviceUnavailable):
         d.manager.poll()
     d.manager.close()

@@ -204,7 +204,10 @@ class KVMachine(StepCalls):
 
     @operation(8, has_live)
     def free(self, dice: Dice) -> None:
-        seqs = self.some(dice, idle=False, most=2)
+        self.give_back(self.some(dice, idle=False, most=2))
+
+    def give_back(self, seqs: list[ModelSequence]) -> None:
+        """free."""
         self.manager.free([seq.handle for seq in seqs])
         for seq in seqs:
             self.model.live.remove(seq)
@@ -461,7 +464,7 @@ class KVMachine(StepCalls):
 
     @operation(1.5, lambda self: self.model.live and not self.open)
     def serve(self, dice: Dice) -> None:
-        """From whatever state: room, a step in order of rank, a token each, until all are done (R9).
+        """From whatever state: room, a step in order of rank, a token each, until all are done.
 
         Each turn the best sequence left computes a token at least and is nobody's victim, so all
         end within as many turns as they have tokens in the end.
@@ -480,6 +483,7 @@ class KVMachine(StepCalls):
                     self.model.note_published(seq)
             if 0 < len(seq.tokens) <= most:
                 ends[seq] = min(most, len(seq.tokens) + dice.randint(0, 3))
+        self.give_back([seq for seq in self.model.live if seq not in ends])
         bound, turns = sum(ends.values()), 0
         while ends:
             turns += 1
@@ -498,6 +502,7 @@ class KVMachine(StepCalls):
             if seq.computed == len(seq.tokens):
                 if len(seq.tokens) >= ends[seq]:
                     del ends[seq]
+                    self.give_back([seq])
                 else:
                     self.manager.append([seq.handle], [0])
                     seq.extend([0])

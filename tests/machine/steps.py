@@ -82,11 +82,19 @@ class StepCalls(Bench):
         opened = OpenStep(step, planned, late)
         self.open.append(opened)
         self.check_plan(opened)
-        self.let_copies_go()
+        self.let_go_what_it_waits_for(step)
         step.__enter__()
         if not late:
             self.write(opened)
         return opened
+
+    def let_go_what_it_waits_for(self, step: kvmem.Step) -> None:
+        """Held copies stay held unless the plan says that the step waits for them: what it forgot
+        to wait for then surely comes too late (R3, R6)."""
+        out, into = self.store.retired()
+        plan = step._plan
+        if plan.step_after_out > out or plan.step_after_in > into:
+            self.let_copies_go()
 
     def begin_row(self, row: RowPlan, step: kvmem.Step) -> None:
         seq = row.seq

@@ -165,7 +165,7 @@ class Manager:
             runtime.submit(runtime.ledger.free(records))
             runtime.events.add("free", tuple(seq.id for seq in seqs))
             for seq in seqs:
-                seq.end()
+                seq._end()
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -288,7 +288,7 @@ class Manager:
                 by_id = {s.id: int(n) for s, n in zip(seqs, limits, strict=True)}
 
             def fits(todo: list[Sequence]) -> bool:
-                rows = np.array([seq.record for seq in todo], np.int32)
+                rows = np.array([seq._record for seq in todo], np.int32)
                 each = None if by_id is None else np.array([by_id[s.id] for s in todo], np.int32)
                 answer = self._runtime.ledger.fits(
                     rows, num_tokens=each, max_tokens=budget, reserve=reserve

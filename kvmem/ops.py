@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 import cuda_kernels
 from kvmem.errors import ShapeError
 
+__all__ = ["copy_blocks", "paged_attention", "write_kv"]
+
 _DTYPE_NAMES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",

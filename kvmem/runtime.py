@@ -109,11 +109,11 @@ class Runtime:
             raise TypeError(f"{where} must be a Sequence, not {type(seq).__name__}")
         if seq.is_freed:
             raise UnknownSequence(f"{where}, sequence {seq.id}, was freed; create a new one")
-        if not seq.belongs_to(self):
+        if seq._runtime is not self:
             raise UnknownSequence(
                 f"{where}, sequence {seq.id}, belongs to another Manager; use that one"
             )
-        return seq.record
+        return seq._record
 
     def forget_list(self) -> None:
         """Drop the kept list: one of its handles is no more."""

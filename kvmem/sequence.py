@@ -90,17 +90,8 @@ class Sequence:
         with self._runtime.lock:
             return [int(b) for b in self._runtime.ledger.table_of(self._record)]
 
-    @property
-    def record(self) -> int:
-        """The ledger's record number (internal; changes owner after free)."""
-        return self._record
-
-    def belongs_to(self, runtime: object) -> bool:
-        """True for a handle of that Manager (internal)."""
-        return self._runtime is runtime
-
-    def end(self) -> None:
-        """Mark the handle as freed (internal; use `Manager.free`)."""
+    def _end(self) -> None:
+        """Mark the handle as freed; the Manager frees the record."""
         self._runtime.handles.pop(self._record, None)
         self._record = 0
 

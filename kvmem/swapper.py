@@ -143,7 +143,7 @@ class Swapper:
         waiting = {seq.id for seq in todo}
         candidates: list[tuple[bool, tuple[int, int], Sequence]] = []
         for seq in list(self._runtime.handles.values()):
-            record = seq.record
+            record = seq._record
             resident = bool(state["state"][record] == RESIDENT)
             if state["step"][record] or _rank(seq) <= best or not (resident or seq.id in waiting):
                 continue

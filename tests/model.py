@@ -91,7 +91,7 @@ class ModelSequence:
     rows: Floats = field(default_factory=lambda: np.zeros((0, WIDTH), np.float32))
 
     def __post_init__(self) -> None:
-        self.record = self.handle.record
+        self.record = self.handle._record
         self.id = self.handle.id
         self.extend([], start=0)
 

@@ -234,6 +234,7 @@ def run_tool(capsys: pytest.CaptureFixture[str], tmp_path: Path, *extra: str) ->
 def test_the_tool_reports_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, report = run_tool(capsys, tmp_path)
     assert (code, report["passed"], report["faults"]) == (0, True, [])
+    assert report["claims"]["no pressure: nothing was swapped"]
     figures = report["figures"]
     assert figures["new tokens"] == 48
     for name in ("prefix-hit tokens", "blocks copied out", "bytes copied in"):
@@ -276,8 +277,10 @@ def test_a_block_size_that_cannot_be_is_one_line(
 def test_only_the_fixed_sizes_demand_the_swaps() -> None:
     assert serve_tool.parse([]).fixed
     assert serve_tool.parse(["--json"]).fixed
+    assert serve_tool.parse(["--device-blocks", "40"]).fixed
     assert not serve_tool.parse(["--device-blocks", "72"]).fixed
-    assert not serve_tool.parse(["--seed", "2"]).fixed
+    assert serve_tool.parse(["--device-blocks", "72"]).fixed_prompts
+    assert not serve_tool.parse(["--seed", "2"]).fixed_prompts
     assert not serve_tool.parse(["--fault", "lost-block"]).fixed
 
 

@@ -1,6 +1,6 @@
 """Would the tests notice a mistake in the ledger? Each planted one is killed by recorded seeds.
 
-The faults live in tests/faults/seeded.py, the workload that kills them in tests/faults/driver.py;
+The faults live in tests/faults/seeded_*.py, the workload that kills them in tests/faults/driver.py;
 one process without compilation drives them all. Unpatched, the same seeds pass, there and here
 (compiled, with copies racing the calls).
 """

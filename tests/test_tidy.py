@@ -16,7 +16,10 @@ CODE = (*PACKAGES, "tools", "docs/examples")
 MODULE_LINES, FUNCTION_LINES, TEST_MODULE_LINES = 400, 60, 600
 
 #: Places that may be longer, each with its reason: ``path`` or ``path::function``.
-LONGER: dict[str, str] = {}
+LONGER: dict[str, str] = {
+    "kvmem/manager.py": "the facade: a third is docstrings, each method checks and delegates",
+    "tests/faults/driver.py": "one workload with the checks that make faults show",
+}
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}

@@ -13,6 +13,9 @@ from kvmem.picture.timeline import CACHED, FREE, STATES, Timeline, colour_of, na
 
 MAX_LEGEND = 32  # sequences named in the legend
 MAX_COLUMNS = 4000  # samples drawn; of more, every n-th
+DPI = 110  # pixels an inch
+WIDTH = 15  # inches
+LABEL = (14, 22)  # pixels high and wide: what a sequence's number needs
 
 
 def write_png(
@@ -31,16 +34,18 @@ def write_png(
             "write_png needs matplotlib: pip install 'kvmem[demo]'; write_html needs nothing"
         ) from error
     timeline = Timeline.from_samples(samples[:: len(samples) // MAX_COLUMNS + 1])
-    heights = [max(2.0, min(5.0, len(owner) / 40)) for owner in timeline.owner.values()]
-    figure = Figure(figsize=(15, sum(heights) + 4.4), dpi=110, layout="constrained")
+    heights = [max(2.6, min(5.0, len(owner) / 40)) for owner in timeline.owner.values()]
+    figure = Figure(figsize=(WIDTH, sum(heights) + 4.4), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=13)
     axes = figure.subplots(
         len(heights) + 1, 1, sharex=True, gridspec_kw={"height_ratios": [*heights, 1.9]}
     )
     edges = _edges(timeline.steps)
-    for axis, (tier, owner) in zip(axes, timeline.owner.items()):
+    for axis, height, (tier, owner) in zip(axes, heights, timeline.owner.items()):
         _draw_map(axis, tier, owner, edges)
+        _separate(axis, height * DPI / len(owner), len(owner))
+        _label(axis, owner, edges, height * DPI / len(owner))
     _draw_fill(axes[-1], timeline)
     axes[-1].set_xlabel("step of the engine")
     _draw_legend(figure, timeline)
@@ -67,6 +72,55 @@ def _draw_map(axis: Any, tier: str, owner: NDArray[np.int32], edges: NDArray[np.
         axis.pcolormesh(edges, np.arange(len(owner) + 1) + 0.5, pixels)
     axis.set_ylabel("frame")
     axis.set_title(f"{tier} tier: {len(owner)} frames", loc="left", fontsize=11)
+
+
+def _separate(axis: Any, frame_pixels: float, num_frames: int) -> None:
+    """Thin lines between frames, where a frame is high enough to leave its colour visible."""
+    if frame_pixels >= 4:
+        borders = np.arange(1, num_frames) + 0.5
+        axis.hlines(borders, *axis.get_xlim(), colors="white", linewidths=0.35, alpha=0.6)
+
+
+def _label(
+    axis: Any, owner: NDArray[np.int32], edges: NDArray[np.float64], frame_pixels: float
+) -> None:
+    """Write a sequence's number where it alone holds neighbouring frames for long enough."""
+    step_pixels = WIDTH * DPI * 0.9 / (edges[-1] - edges[0])
+    for row, num_rows, first, last in _rectangles(owner):
+        left, right = edges[first], edges[last]
+        if num_rows * frame_pixels < LABEL[0] or (right - left) * step_pixels < LABEL[1]:
+            continue
+        sequence = int(owner[row, first])
+        red, green, blue = (int(colour_of(sequence)[i : i + 2], 16) for i in (1, 3, 5))
+        ink = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 130 else "white"
+        middle = ((left + right) / 2, row + 0.5 + num_rows / 2)
+        axis.text(*middle, str(sequence), color=ink, fontsize=8, ha="center", va="center")
+
+
+def _rectangles(owner: NDArray[np.int32]) -> list[tuple[int, int, int, int]]:
+    """Return (row, rows, first column, end column) of what one sequence holds: the runs of
+    neighbouring rows that begin and end alike, together."""
+    found: list[tuple[int, int, int, int]] = []
+    open_runs: dict[tuple[int, int, int], int] = {}  # (first, end, sequence) -> its lowest row
+    for row in range(len(owner) + 1):
+        runs = set(_runs_of_sequences(owner[row])) if row < len(owner) else set()
+        for run in [run for run in open_runs if run not in runs]:
+            start = open_runs.pop(run)
+            found.append((start, row - start, run[0], run[1]))
+        for run in runs:
+            open_runs.setdefault(run, row)
+    return found
+
+
+def _runs_of_sequences(frame: NDArray[np.int32]) -> list[tuple[int, int, int]]:
+    """Return (first column, end column, sequence) of one frame's owners, states left out."""
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(frame)) + 1))
+    ends = np.append(starts[1:], len(frame))
+    return [
+        (int(start), int(end), int(frame[start]))
+        for start, end in zip(starts, ends)
+        if frame[start] > 0
+    ]
 
 
 def _draw_fill(axis: Any, timeline: Timeline) -> None:

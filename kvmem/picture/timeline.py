@@ -24,23 +24,25 @@ STATES: dict[int, tuple[str, str]] = {
     MOVING: ("arriving or departing", "#e02b20"),
 }
 
+# Found by spreading 16 colours in CIELAB as far as they go from each other and from STATES, then
+# ordered so that neighbours, which often lie side by side in the map, differ most.
 SEQUENCE_COLOURS = (
-    "#4e79a7",
-    "#f28e2b",
-    "#59a14f",
-    "#b07aa1",
-    "#1b8f88",
-    "#9c755f",
-    "#a0cbe8",
-    "#2d3f9e",
-    "#ff9da7",
-    "#8cd17d",
-    "#7b4fa3",
-    "#0f5f3c",
-    "#5f7d1e",
-    "#d4a6c8",
-    "#ffbe7d",
-    "#86bcb6",
+    "#108810",
+    "#d810ec",
+    "#ec9c60",
+    "#2ee02e",
+    "#10b0ec",
+    "#ec1074",
+    "#1010c4",
+    "#746010",
+    "#ec88ec",
+    "#10ecc4",
+    "#741024",
+    "#3874ec",
+    "#108874",
+    "#741074",
+    "#b0ec74",
+    "#b07488",
 )
 
 

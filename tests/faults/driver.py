@@ -8,175 +8,18 @@ of tokens, drafts and priorities is compared.
 
 from __future__ import annotations
 
-import random
-import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-import torch
 
 import kvmem
-from kvmem.ledger.state import DEVICE, GROUP, HOST, RESIDENT
 from kvmem.store.device import Stream
-
-NAMESPACES = (None, "tenant")
-COPY_STREAMS = (Stream.OUT, Stream.IN)
-SCRATCH_FIELDS = {
-    "error_row", "error_needed", "error_available", "num_reclaimed", "num_needed",
-    "retired_out", "retired_in",
-}  # fmt: skip
+from tests.faults.steps import Steps
+from tests.faults.world import COPY_STREAMS, NAMESPACES, Broken, Known, Setup, require
 
 
-class Broken(AssertionError):
-    """The driver saw something that a rule forbids."""
-
-
-class BodyFailed(Exception):
-    """Raised by the driver itself inside a step."""
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise Broken unless the rule holds."""
-    if not condition:
-        raise Broken(message)
-
-
-@dataclass(frozen=True)
-class Setup:
-    """One small Manager and how long it is driven."""
-
-    device_blocks: int = 7
-    host_blocks: int = 7
-    block_size: int = 2
-    tier_policy: str | None = None
-    debug: bool = False
-    num_ops: int = 160
-    racing: bool = False  # copies run while the next calls do; else they end unless held
-
-    def config(self) -> kvmem.Config:
-        """The Config it stands for: one layer, one head, two floats a token each for K and V."""
-        return kvmem.Config(
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=2,
-            dtype=torch.float32,
-            device="cpu",
-            block_size=self.block_size,
-            device_blocks=self.device_blocks,
-            host_blocks=self.host_blocks,
-            tier_policy=self.tier_policy,
-            debug=self.debug,
-        )
-
-
-@dataclass
-class Known:
-    """What the model knows of a sequence."""
-
-    seq: kvmem.Sequence
-    namespace: str | None
-    tokens: list[int]
-    drafts: int = 0
-    publish: bool = True
-
-
-@dataclass
-class Opened:
-    """A planned step and what an abort has to bring back."""
-
-    step: kvmem.Step
-    before: dict[int, tuple[Any, ...]]
-    nodes: set[tuple[Any, ...]]
-    freed: dict[int, Known] = field(default_factory=dict)  # it still stamps what it computes
-
-
-def stamps(namespace: str | None, tokens: list[int]) -> np.ndarray:
-    """float32 `[len(tokens), 2]`: two exact numbers that stand for each prefix."""
-    code = zlib.crc32(repr(namespace).encode())
-    rows = []
-    for token in tokens:
-        code = zlib.crc32(bytes((token,)), code)
-        rows.append((code >> 16, code & 0xFFFF))
-    return np.array(rows, np.float32).reshape(len(tokens), 2)
-
-
-class Driver:
+class Driver(Steps):
     """Random operations on one Manager, from one seed."""
 
-    def __init__(self, seed: int, setup: Setup) -> None:
-        self.rng = random.Random(seed)
-        self.setup = setup
-        self.m = kvmem.Manager(setup.config())
-        self.state.ledger["hash_seed"] = seed + 1  # the same index in each run
-        self.known: dict[int, Known] = {}
-        self.opened: list[Opened] = []
-        self.pins: list[kvmem.Pin] = []
-        self.held: set[Stream] = set()
-        self.log: list[str] = []
-        self.prefixes = [[self.rng.randrange(2) for _ in range(12)] for _ in range(2)]
-
-    # --- state ----------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> Any:
-        return self.m._runtime.ledger.state
-
-    @property
-    def store(self) -> Any:
-        return self.m._runtime.store
-
-    def live(self, *, free_only: bool = True) -> list[Known]:
-        """Sequences, those in open steps left out."""
-        busy = {s.id for o in self.opened for s in o.step.seqs} if free_only else set()
-        return [k for i, k in self.known.items() if i not in busy]
-
-    def pick(self, most: int) -> list[Known]:
-        """Some of the sequences that no open step has, in random order."""
-        live = self.live()
-        return self.rng.sample(live, min(len(live), self.rng.randint(1, most)))
-
-    def fields(self, k: Known) -> tuple[Any, ...]:
-        """What an abort restores of a sequence."""
-        q = self.state.sequences[k.seq.record]
-        names = ("num_computed", "num_stored", "num_published", "num_cached", "queried")
-        return (k.seq.state, k.seq.block_ids, *(int(q[n]) for n in names))
-
-    def arrays(self) -> dict[str, Any]:
-        """Copies of all records but scratch, to prove that a refused call changed nothing."""
-        state = self.state
-        skip = ("ledger", "out_list", "in_list", "copy_list", "fill_list")
-        copies = {n: np.array(getattr(state, n)) for n in state._fields if n not in skip}
-        copies["ledger"] = {
-            n: int(state.ledger[n][0]) for n in state.ledger.dtype.names if n not in SCRATCH_FIELDS
-        }
-        return copies
-
-    def unchanged(self, before: dict[str, Any], act: str) -> None:
-        """Require that nothing but room was added since (R8)."""
-        after = self.arrays()
-        for name, old in before.items():
-            if name == "ledger":
-                require(old == after[name], f"{act} was refused but changed the ledger (R8)")
-            else:
-                same = np.array_equal(old, after[name][: len(old)])
-                require(same, f"{act} was refused but changed {name} (R8)")
-
-    def node_paths(self) -> set[tuple[Any, ...]]:
-        """Each cached node as (namespace id, its whole token path)."""
-        return {self.path_of(int(n)) for n in np.flatnonzero(self.state.node_blocks[:, GROUP])}
-
-    def path_of(self, n: int) -> tuple[Any, ...]:
-        tokens: list[int] = []
-        for _ in range(200):
-            tokens[:0] = self.state.node_keys[n].tolist()
-            n = int(self.state.nodes["parent"][n])
-            if n <= 0:
-                return (-n, *tokens)
-        raise Broken("the trie has a loop of parents (R4)")
-
-    # --- running --------------------------------------------------------------------------------
+    # --- running ------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """All operations, then the end; raises at the first breach."""
@@ -209,22 +52,7 @@ class Driver:
             (self.op_reset, 2),
         ]  # fmt: skip
 
-    def check(self) -> None:
-        """Rules and model, after each operation."""
-        if not self.held and not self.setup.racing:
-            self.wait_for_copies()
-        self.m.verify()
-        bs = self.setup.block_size
-        for k in self.known.values():
-            require(k.seq.tokens.tolist() == k.tokens, f"tokens of sequence {k.seq.id} changed")
-            require(k.seq.num_drafts == k.drafts, f"drafts of sequence {k.seq.id}")
-            published = int(self.state.sequences["num_published"][k.seq.record])
-            require(
-                published * bs <= len(k.tokens) - k.drafts,
-                f"sequence {k.seq.id} published tokens that are not accepted (R5)",
-            )
-
-    # --- sequences ------------------------------------------------------------------------------
+    # --- sequences ----------------------------------------------------------------------------------
 
     def op_create(self) -> None:
         if len(self.known) >= 6:
@@ -292,156 +120,7 @@ class Driver:
         self.m.free([k.seq])
         del self.known[k.seq.id]
 
-    # --- steps ----------------------------------------------------------------------------------
-
-    def op_step(self) -> None:
-        if len(self.opened) >= 2:
-            return self.op_end_step()
-        chosen = self.pick(4)
-        seqs = [k.seq for k in chosen]
-        if not seqs:
-            return None
-        rng = self.rng
-        fit = rng.choice(("all", "some", "some"))
-        budget = rng.choice((None, None, 1, 3, 6))
-        limits = None
-        if rng.random() < 0.2:
-            limits = [rng.randint(0, s.num_tokens - s.num_computed) for s in seqs]
-        reserve = rng.choice((0, 0, 0, 1))
-        opened = self.plan(seqs, fit, budget, limits, reserve)
-        if opened is None:
-            return None
-        if rng.random() < 0.25:
-            self.opened.append(opened)
-        else:
-            self.run_step(opened, abort=rng.random() < 0.2, at_once=True)
-        return None
-
-    def plan(
-        self,
-        seqs: list[kvmem.Sequence],
-        fit: str,
-        budget: int | None,
-        limits: list[int] | None,
-        reserve: int,
-    ) -> Opened | None:
-        """Plan a step; a refusal must agree with `can_fit` (R7) and change nothing (R8)."""
-        plain = fit == "all" and budget is None and limits is None and reserve == 0
-        forecast = self.m.can_fit(seqs=seqs) if plain else None
-        self.m.poll()
-        before = {s.id: self.fields(self.known[s.id]) for s in seqs}
-        nodes = self.node_paths()
-        arrays = self.arrays()
-        try:
-            step = self.m.step(
-                seqs, fit=fit, max_tokens=budget, num_tokens=limits, reserve_blocks=reserve
-            )
-        except (kvmem.OutOfBlocks, kvmem.SequenceTooLong) as error:
-            require(fit == "all", "fit='some' raised")
-            self.unchanged(arrays, "step")
-            if forecast is not None:
-                never = isinstance(error, kvmem.SequenceTooLong)
-                require(forecast == ("never" if never else "later"), f"can_fit said {forecast}")
-            return None
-        require(forecast in (None, "yes"), f"can_fit said {forecast}, the step was planned (R7)")
-        return Opened(step, before, nodes)
-
-    def op_end_step(self) -> None:
-        if self.opened:
-            opened = self.opened.pop(self.rng.randrange(len(self.opened)))
-            self.run_step(opened, abort=self.rng.random() < 0.25, at_once=False)
-
-    def run_step(self, opened: Opened, *, abort: bool, at_once: bool) -> None:
-        """Enter, check what is read, write stamps, read all back, leave or raise."""
-        step = opened.step
-        computed = [s.num_computed if not s.is_freed else -1 for s in step.seqs]
-        self.let_arrive(step._plan)
-        try:
-            with step:
-                self.write_and_read(opened)
-                if abort:
-                    raise BodyFailed
-        except BodyFailed:
-            self.check_restored(opened, at_once)
-            return
-        for seq, first, count in zip(step.seqs, computed, step.host.num_tokens, strict=True):
-            if not seq.is_freed:
-                require(seq.num_computed == first + count, f"num_computed of {seq.id} after a step")
-
-    def let_arrive(self, plan: Any) -> None:
-        """Let streams go as far as the plan says that the step waits for, and no further."""
-        if Stream.IN not in self.held and self.held:
-            self.store.wait("in", plan.step_after_in, 0.1)  # may itself wait for what is held
-        out, into = self.store.retired()
-        if plan.step_after_out > out or plan.step_after_in > into:
-            self.let_go()
-
-    def write_and_read(self, opened: Opened) -> None:
-        """Stamp the step's tokens and compare every slot of its rows with its stamp."""
-        step = opened.step
-        every = {**self.known, **opened.freed}
-        key, value = (x.numpy() for x in self.m.kv(0))
-        bs = self.setup.block_size
-        table = step.block_table.numpy()
-        rows, starts, lens = [], step.query_start.tolist(), step.seq_lens.tolist()
-        slots, positions = step.slot_mapping.tolist(), step.positions.tolist()
-        for i, seq in enumerate(step.seqs):
-            k = every[seq.id]
-            for at in range(starts[i], starts[i + 1]):
-                self.check_slot(slots[at], int(table[i, positions[at] // bs]), positions[at])
-            expected = stamps(k.namespace, k.tokens)
-            first = positions[starts[i]]
-            require(
-                step.tokens[starts[i] : starts[i + 1]].tolist() == k.tokens[first : lens[i]],
-                f"the step feeds other tokens of {seq.id}",
-            )
-            stored = first if slots[starts[i]] >= 0 else first + 1
-            self.compare(key, value, table[i], expected[:stored], f"before, sequence {seq.id}")
-            rows.append(expected[first : lens[i]])
-        stamp = np.concatenate(rows) if rows else np.zeros((0, 2), np.float32)
-        one = torch.from_numpy(stamp.reshape(len(stamp), 1, 2).copy())
-        step.write(0, one, one + 0.5)
-        for i, seq in enumerate(step.seqs):
-            k = every[seq.id]
-            expected = stamps(k.namespace, k.tokens[: lens[i]])
-            self.compare(key, value, table[i], expected, f"after, sequence {seq.id}")
-
-    def check_slot(self, slot: int, frame: int, position: int) -> None:
-        """A slot lies in the row's own frame, which nobody shares (R3)."""
-        bs = self.setup.block_size
-        if slot < 0:
-            return
-        require(slot == frame * bs + position % bs, f"slot {slot} of position {position}")
-        b = int(self.state.frames["block"][int(self.state.pools["first"][DEVICE]) + frame])
-        block = self.state.blocks[b]
-        shared = block["ref_count"] != 1 or block["node"] != 0 or block["num_pins"] != 0
-        require(not shared, f"the step writes into shared block {b} (R3)")
-
-    def compare(
-        self, key: Any, value: Any, frames: Any, expected: np.ndarray, where: str
-    ) -> None:
-        """Slots of a row of frames equal the stamps (R11)."""
-        bs = self.setup.block_size
-        used = -(-len(expected) // bs)
-        got = key[frames[:used], :, 0, :].reshape(-1, 2)[: len(expected)]
-        also = value[frames[:used], :, 0, :].reshape(-1, 2)[: len(expected)] - 0.5
-        for name, data in (("K", got), ("V", also)):
-            wrong = np.flatnonzero((data != expected).any(1))
-            require(len(wrong) == 0, f"{where}: {name} of positions {wrong[:4]} is not its stamp")
-
-    def check_restored(self, opened: Opened, at_once: bool) -> None:
-        """After an abort all is as before, but a SWAPPED row stays RESIDENT (R8)."""
-        for seq in opened.step.seqs:
-            if seq.id in opened.freed or seq.id not in self.known:
-                continue
-            before, after = opened.before[seq.id], self.fields(self.known[seq.id])
-            require(after[1:] == before[1:], f"sequence {seq.id} is {after}, was {before} (R8)")
-            state = "RESIDENT" if before[0] == "SWAPPED" else before[0]
-            require(after[0] == state, f"sequence {seq.id} is {after[0]} after an abort")
-        if at_once:
-            require(self.node_paths() <= opened.nodes, "an aborted step published (R5)")
-
-    # --- tiers ----------------------------------------------------------------------------------
+    # --- tiers --------------------------------------------------------------------------------------
 
     def op_swap_out(self) -> None:
         chosen = self.pick(2)
@@ -480,6 +159,11 @@ class Driver:
         swapped = [k for k in self.live() if k.seq.state == "SWAPPED"]
         resident = [k for k in self.live() if k.seq.state == "RESIDENT"]
         if swapped and resident:
+            if self.rng.random() < 0.6:  # the copies in are held, those out are not
+                self.let_go()
+                self.wait_for_copies()
+                self.store.device.hold(Stream.IN)
+                self.held.add(Stream.IN)
             try:
                 self.m.swap_in([self.rng.choice(swapped).seq])
             except kvmem.OutOfBlocks:
@@ -511,7 +195,7 @@ class Driver:
         fresh = {
             k.seq.id
             for k in self.known.values()
-            if self.state.sequences["fresh"][k.seq.record] and k.seq.state == "RESIDENT"
+            if self.state.sequences["fresh"][k.seq._record] and k.seq.state == "RESIDENT"
         }
         busy = {s.id for o in self.opened for s in o.step.seqs}
         best = min(rank[s.id] for s in seqs)
@@ -562,7 +246,7 @@ class Driver:
         except RuntimeError:
             require(bool(self.opened), "reset refused without an open step")
 
-    # --- streams and content --------------------------------------------------------------------
+    # --- streams ------------------------------------------------------------------------------------
 
     def op_hold(self) -> None:
         self.let_go()
@@ -570,17 +254,6 @@ class Driver:
         for stream in self.rng.choice(((), (Stream.OUT,), (Stream.IN,), COPY_STREAMS)):
             self.store.device.hold(stream)
             self.held.add(stream)
-
-    def let_go(self) -> None:
-        for stream in COPY_STREAMS:
-            self.store.device.release(stream)
-        self.held.clear()
-
-    def wait_for_copies(self) -> None:
-        for direction, name in (("out", "last_out"), ("in", "last_in")):
-            last = int(self.state.ledger[name][0])
-            require(self.store.wait(direction, last, 20.0), f"{direction} {last} never ends (R9)")
-        self.m.poll()
 
     def op_settle(self) -> None:
         """Let all copies end; without open steps compare every block in both tiers."""
@@ -592,41 +265,7 @@ class Driver:
         require(stats.bytes_out == stats.bytes_out_done, "bytes out differ from the device's (R10)")
         require(stats.bytes_in == stats.bytes_in_done, "bytes in differ from the device's (R10)")
 
-    def check_content(self) -> None:
-        """Each block holds its owners' stamps, in whichever tiers it is (R11)."""
-        names = {i: n for n, i in self.m._runtime.ledger._namespaces.items()}
-        expected: dict[int, np.ndarray] = {}
-        bs = self.setup.block_size
-        for n in np.flatnonzero(self.state.node_blocks[:, GROUP]):
-            number, *tokens = self.path_of(int(n))
-            name = names.get(number, b"")
-            rows = stamps(name[1:].decode() if name else None, list(tokens))
-            expected[int(self.state.node_blocks[n, GROUP])] = rows[-bs:]
-        for k in self.known.values():
-            stored = int(self.state.sequences["num_stored"][k.seq.record])
-            rows = stamps(k.namespace, k.tokens[:stored])
-            for i, b in enumerate(k.seq.block_ids):
-                part = rows[i * bs : (i + 1) * bs]
-                if len(part) > len(expected.get(b, ())):
-                    expected[b] = part
-        for b, rows in expected.items():
-            self.check_block(b, rows)
-
-    def check_block(self, b: int, rows: np.ndarray) -> None:
-        block = self.state.blocks[b]
-        tiers = [(DEVICE, int(block["device_frame"]), len(rows))]
-        h = int(block["host_frame"])
-        if h:
-            host = self.state.frames[int(self.state.pools["first"][HOST]) + h]
-            tiers.append((HOST, h, min(len(rows), int(host["num_tokens"]))))
-        for tier, frame, count in tiers:
-            if frame:
-                key, value = (x.numpy() for x in self.store.block_view(tier, frame, 0))
-                same = (key[:count, 0] == rows[:count]).all()
-                same = same and (value[:count, 0] == rows[:count] + 0.5).all()
-                require(bool(same), f"block {b} in tier {tier} does not hold its stamps (R11)")
-
-    # --- the end --------------------------------------------------------------------------------
+    # --- the end ------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Compute all that is pending within a bound (R9), then give all back (DRAIN)."""
@@ -686,4 +325,4 @@ def drive(seed: int, setup: Setup) -> None:
         driver.close()
 
 
-__all__ = ["Broken", "Driver", "Setup", "drive", "stamps", "RESIDENT"]
+__all__ = ["Broken", "Driver", "Setup", "drive"]

@@ -15,7 +15,8 @@ from typing import Any
 
 from kvmem.ledger.jit import JIT_DISABLED
 from tests.faults.driver import Setup, drive
-from tests.faults.seeded import FAULTS, Fault, replaced, weak
+from tests.faults.plant import Fault, replaced, weak
+from tests.faults.seeded import FAULTS
 
 HANG_SECONDS = 30  # a fault may make a loop endless: that is found too
 
@@ -89,7 +90,7 @@ def main() -> None:
     for name in options.names or FAULTS:
         one = FAULTS[name]
         seeds = tuple(range(options.find)) or one.seeds
-        result = try_fault(one, seeds, 3 if options.find else 1)
+        result = try_fault(one, seeds, 2 if options.find else 1)
         print(json.dumps({"fault": name, **result}), flush=True)
     bases = {(seed, f.setup, f.weak_hash) for f in FAULTS.values() for seed in f.seeds}
     for seed, setup, weak_hash in sorted(bases, key=repr):

@@ -55,15 +55,13 @@ def test_random_inserts_and_removals_agree_with_a_dict(
     squash: Callable[[int], int], seed: int
 ) -> None:
     rng, rows = random.Random(seed), Rows(squash, seed)
-    starts = {tuple(rows.state.tokens[i : i + BLOCK].tolist()): i for i in range(0, 60)}
+    starts = {tuple(rows.state.tokens[i : i + BLOCK].tolist()): i for i in range(60)}
     for _ in range(300):
         parent = rng.choice([-1, -2, *rows.known.values()])
         start = rng.choice(list(starts.values()))
         key = (parent, start)
         assert rows.find(parent, start) == rows.known.get(key, 0)
-        childless = [
-            k for k, n in rows.known.items() if rows.state.nodes["num_children"][n] == 0
-        ]
+        childless = [k for k, n in rows.known.items() if rows.state.nodes["num_children"][n] == 0]
         if childless and (len(rows.known) == 16 or rng.random() < 0.4):
             rows.remove(rng.choice(childless))
         elif key not in rows.known and len(rows.known) < 16:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, invariant
@@ -13,9 +14,23 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 import kvmem
 from kvmem.stats import Stats
 from kvmem.store.device import Stream
-from tests.model import HEAD_DIM, LAYERS, Floats, Model, ModelSequence, World
+from tests.machine.model import HEAD_DIM, LAYERS, Floats, Model, ModelSequence, World
 
 MAX_LIVE = 6
+NAMESPACES = (None, "a", b"a")
+COUNTED = (  # counts that a run has to move, or it was no test of them
+    "blocks_copied_on_write",
+    "blocks_merged",
+    "blocks_dropped",
+    "clean_swap_outs",
+    "evicted_clean",
+    "evicted_device",
+    "evicted_host",
+    "prefix_hit_tokens",
+    "recomputes",
+    "swap_ins",
+    "swap_outs",
+)
 
 # device blocks, host blocks, block size, other settings
 CONFIGS: list[tuple[int, int, int, dict[str, Any]]] = [
@@ -77,6 +92,8 @@ def has_room(machine: Bench) -> bool:
 class Bench(RuleBasedStateMachine):
     """Begin, end, and the checks between."""
 
+    reached: ClassVar[Counter[str]] = Counter()  # what happened, over all machines of a run
+
     def __init__(self) -> None:
         super().__init__()
         self.open: list[Any] = []  # open steps, see steps.py
@@ -133,6 +150,8 @@ class Bench(RuleBasedStateMachine):
         self.wait_all()
         manager.verify()
         stats = manager.stats()
+        for name in COUNTED:
+            self.reached[name] += getattr(stats, name)
         for tier in (stats.device, stats.host):
             assert (tier.free, tier.held, tier.evictable) == (tier.total, 0, 0)
         assert stats.cached_nodes == 0
@@ -151,6 +170,9 @@ class Bench(RuleBasedStateMachine):
     def counts(self) -> Stats:
         """stats() without what the copy threads count."""
         return replace(self.manager.stats(), bytes_out_done=0, bytes_in_done=0)
+
+    def reach(self, what: str) -> None:
+        self.reached[what] += 1
 
     # --- picking ----------------------------------------------------------------------------------
 

@@ -12,7 +12,10 @@ from hypothesis import note
 import kvmem
 from kvmem import OutOfBlocks, SequenceTooLong
 from tests.machine.bench import Bench, Dice, gathered
-from tests.model import HEAD_DIM, LAYERS, Floats, ModelSequence, Planner, RowPlan
+from tests.machine.model import HEAD_DIM, LAYERS, Floats, ModelSequence, Planner, RowPlan
+
+ANSWERS = {"": "yes", "room": "later", "never": "never"}  # of can_fit, by why a step is refused
+BEFORE = ("state", "computed", "stored", "cached", "queried", "fresh")
 
 
 class Boom(Exception):
@@ -45,14 +48,11 @@ class StepCalls(Bench):
         world = self.model.world()
         planner = Planner(self.model, world, budget=budget, reserve=reserve)
         rows = planner.plan(seqs, limits)
-        failing = [row.reason for row in rows if row.reason in ("room", "never")]
-        if planner.left < reserve:  # rows that compute nothing did not ask for it
-            failing.append("room")
+        refusal = planner.refusal(rows)
         handles = [seq.handle for seq in seqs]
         note(f"step {[seq.id for seq in seqs]} {fit=} {budget=} {limits=} {reserve=}")
         if budget is None and limits is None and reserve == 0:
-            answer = {"room": "later", "never": "never"}[failing[0]] if failing else "yes"
-            assert self.manager.can_fit(seqs=handles) == answer  # R7
+            assert self.manager.can_fit(seqs=handles) == ANSWERS[refusal]  # R7
         before = self.counts()
         wanted: dict[str, Any] = {
             "max_tokens": budget,
@@ -60,8 +60,9 @@ class StepCalls(Bench):
             "fit": fit,
             "reserve_blocks": reserve,
         }
-        if fit == "all" and failing:
-            kind = OutOfBlocks if failing[0] == "room" else SequenceTooLong
+        if fit == "all" and refusal:
+            self.reach(f"refused: {refusal}")
+            kind = OutOfBlocks if refusal == "room" else SequenceTooLong
             with pytest.raises(kind):
                 self.manager.step(handles, **wanted)
             assert self.counts() == before
@@ -77,6 +78,8 @@ class StepCalls(Bench):
         planned = [row for row in rows if row.reason == "planned"]
         assert step.seqs == [row.seq.handle for row in planned]
         model.counts["steps"] += 1
+        for row in rows:
+            self.reach(f"row: {row.reason}")
         for row in planned:
             self.begin_row(row, step)
         opened = OpenStep(step, planned, late)
@@ -98,13 +101,15 @@ class StepCalls(Bench):
 
     def begin_row(self, row: RowPlan, step: kvmem.Step) -> None:
         seq = row.seq
-        row.before = (seq.state, seq.computed, seq.stored, seq.cached, seq.queried, seq.fresh)  # type: ignore[attr-defined]
+        row.before = {name: getattr(seq, name) for name in BEFORE}
         if seq.state == "SWAPPED":
             self.model.counts["swap_ins"] += 1
         if seq.state != "RESIDENT":
             seq.fresh = True
         if not seq.queried:
             seq.queried, seq.cached = True, 0
+        if row.found:
+            self.reach("hit: whole" if row.stored > row.computed else "hit: part")
         seq.cached += len(row.found) * self.model.block_size
         seq.state, seq.computed, seq.stored = "RESIDENT", row.computed, row.stored
         seq.step = step
@@ -206,7 +211,7 @@ class StepCalls(Bench):
     def commit(self, row: RowPlan) -> None:
         seq, counts = row.seq, self.model.counts
         counts["prefix_hit_tokens"] += len(row.found) * self.model.block_size
-        if not row.before[4]:  # type: ignore[attr-defined]
+        if not row.before["queried"]:
             counts["prefix_query_tokens"] += seq.num_known
         seq.computed += row.num_tokens
         seq.stored = max(seq.stored, seq.computed)
@@ -215,11 +220,12 @@ class StepCalls(Bench):
 
     def put_back(self, row: RowPlan) -> None:
         seq = row.seq
-        state, seq.computed, seq.stored, seq.cached, seq.queried, fresh = row.before  # type: ignore[attr-defined]
-        if state == "WAITING":
-            seq.state, seq.fresh = state, False
-        elif state == "RESIDENT":
-            seq.fresh = fresh
+        for name in ("computed", "stored", "cached", "queried"):
+            setattr(seq, name, row.before[name])
+        if row.before["state"] == "WAITING":
+            seq.state, seq.fresh = "WAITING", False
+        elif row.before["state"] == "RESIDENT":
+            seq.fresh = row.before["fresh"]
         if seq not in self.model.ending:
             assert self.model.world().table(seq) == row.table, "an aborted step changed a table"
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from demo.check import Reference, Verdict
 from demo.serving import Served
+from kvmem.picture.timeline import CACHED, FREE
 from kvmem.stats import Stats
 
 
@@ -86,7 +87,7 @@ def add_run(report: Report, label: str, run: Served) -> None:
     done = (run.stats.bytes_out_done, run.stats.bytes_in_done)
     claim = f"{label}: bytes planned are the bytes counted at the device"
     report.claims[claim] = done == (run.stats.bytes_out, run.stats.bytes_in)
-    for tier, (live, full, size) in peaks(run.samples).items():
+    for tier, (live, full, size) in peaks(run).items():
         text = f"{live} blocks live, {full} with cached ones, of {size}"
         figures[f"{label}: {tier} tier at its peak"] = text
 
@@ -116,14 +117,14 @@ def traffic(stats: Stats) -> dict[str, int]:
     }
 
 
-def peaks(samples: Sequence[dict[str, Any]]) -> dict[str, tuple[int, int, int]]:
-    """Return, for each tier, the most frames live, the most in use, and how many there are."""
+def peaks(run: Served) -> dict[str, tuple[int, int, int]]:
+    """Return, for each tier, the most frames live after a step, the most held at any moment
+    (cached content included), and how many there are.
+    """
     result = {}
-    for tier, first in samples[0]["tiers"].items():
-        size = len(first["owner"])
-        owners = np.array([sample["tiers"][tier]["owner"] for sample in samples])
-        if size > 0:
-            full = int((owners != 0).sum(axis=1).max())
-            live = int(((owners != 0) & (owners != -1)).sum(axis=1).max())
-            result[tier] = (live, full, size)
+    for tier, stats in (("device", run.stats.device), ("host", run.stats.host)):
+        if stats.total:
+            owners = np.array([sample["tiers"][tier]["owner"] for sample in run.samples])
+            live = int(((owners != FREE) & (owners != CACHED)).sum(axis=1).max())
+            result[tier] = (live, stats.peak, stats.total)
     return result

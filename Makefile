@@ -18,6 +18,8 @@ export NUMBA_CACHE_DIR ?= $(CURDIR)/.cache/numba/$(HASH)
 # numba's and torch's OpenMP threads share two cores here: waiting ones must not spin (median of a
 # layer's attention 38 ms -> 9 ms on two busy cores).
 export OMP_WAIT_POLICY ?= passive
+# The state machine runs 300 x 100 calls (about a minute); `KVMEM_PROFILE=local` runs 40 x 60.
+export KVMEM_PROFILE ?= ci
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

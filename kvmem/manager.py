@@ -277,6 +277,8 @@ class Manager:
         be among them (leave those out of the step). One swapped in and not yet stepped is spared
         while there is another.
         When that is not enough, what can be done is done, and `step(fit="some")` tells the rest.
+        With `max_tokens`, plan the step in the same order (priority, then first come): rows before
+        the best one use up its tokens.
         """
         budget = _optional("max_tokens", max_tokens)
         reserve = integer("reserve_blocks", reserve_blocks, low=0, high=MAX_PRIORITY)

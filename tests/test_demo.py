@@ -178,6 +178,14 @@ def test_a_full_host_tier_costs_computing_again_and_no_token(tiny: Tiny) -> None
 # --- the check -------------------------------------------------------------------------------
 
 
+def test_without_a_fault_the_same_run_passes(tiny: Tiny) -> None:
+    how = Options(NEW_TOKENS, max_tokens=16, turn_steps=2, fault_after=100)
+    run = tiny.serve(TIGHT, how, num_requests=4)
+    assert len(FAULTS) == 6
+    assert not run.fault_planted
+    assert [verdict.fault for verdict in tiny.verdicts(run)] == [""] * 4
+
+
 @pytest.mark.parametrize("fault", sorted(FAULTS))
 def test_the_check_catches_each_planted_fault(tiny: Tiny, fault: str) -> None:
     how = Options(NEW_TOKENS, max_tokens=16, turn_steps=2, fault=fault, fault_after=100)

@@ -154,7 +154,7 @@ class KVMachine(SequenceCalls, TierCalls, StepCalls):
     @operation(3)
     def ask(self, dice: Dice) -> None:
         """can_fit of tokens that nobody knows yet, on top of a step."""
-        num_tokens = dice.randint(0, self.model.device_blocks * self.model.block_size)
+        num_tokens = dice.randint(0, (self.model.device_blocks + 2) * self.model.block_size)
         seqs = self.some(dice, idle=True) if dice.chance(0.7) else []
         reserve = self.model.blocks_for(num_tokens)
         planner = Planner(self.model, self.model.world(), budget=None, reserve=reserve)

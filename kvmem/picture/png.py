@@ -86,6 +86,7 @@ def _label(
 ) -> None:
     """Write a sequence's number where it alone holds neighbouring frames for long enough."""
     step_pixels = WIDTH * DPI * 0.9 / (edges[-1] - edges[0])
+    labelled: dict[int, list[tuple[float, float]]] = {}  # sequence -> where its numbers stand
     for row, num_rows, first, last in _rectangles(owner):
         left, right = edges[first], edges[last]
         if num_rows * frame_pixels < LABEL[0] or (right - left) * step_pixels < LABEL[1]:
@@ -94,6 +95,13 @@ def _label(
         red, green, blue = (int(colour_of(sequence)[i : i + 2], 16) for i in (1, 3, 5))
         ink = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 130 else "white"
         middle = ((left + right) / 2, row + 0.5 + num_rows / 2)
+        if any(  # one number for a staircase of short runs
+            abs(middle[0] - x) * step_pixels < 2 * LABEL[1]
+            and abs(middle[1] - y) * frame_pixels < 3 * LABEL[0]
+            for x, y in labelled.get(sequence, ())
+        ):
+            continue
+        labelled.setdefault(sequence, []).append(middle)
         axis.text(*middle, str(sequence), color=ink, fontsize=8, ha="center", va="center")
 
 

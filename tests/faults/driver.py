@@ -8,6 +8,7 @@ of tokens, drafts and priorities is compared.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import kvmem
@@ -19,18 +20,17 @@ from tests.faults.world import COPY_STREAMS, NAMESPACES, Broken, Known, Setup, r
 class Driver(Steps):
     """Random operations on one Manager, from one seed."""
 
-    # --- running ------------------------------------------------------------------------------------
+    # --- running ----------------------------------------------------------------------------------
 
     def run(self) -> None:
         """All operations, then the end; raises at the first breach."""
         ops = self.operations()
-        names, weights = [op.__name__ for op, _ in ops], [w for _, w in ops]
+        weights = [w for _, w in ops]
         for _ in range(self.setup.num_ops):
             op = ops[self.rng.choices(range(len(ops)), weights)[0]][0]
             self.log.append(op.__name__)
             op()
             self.check()
-        assert names
         self.finish()
 
     def close(self) -> None:
@@ -47,12 +47,12 @@ class Driver(Steps):
             (self.op_create, 10), (self.op_append, 12), (self.op_draft, 5), (self.op_accept, 6),
             (self.op_step, 30), (self.op_end_step, 8), (self.op_fork, 5), (self.op_truncate, 5),
             (self.op_free, 6), (self.op_swap_out, 8), (self.op_swap_in, 4), (self.op_prefetch, 2),
-            (self.op_bounce, 3), (self.op_exchange, 6), (self.op_make_room, 5), (self.op_pin, 4), (self.op_unpin, 4),
-            (self.op_evict, 4), (self.op_match, 4), (self.op_hold, 6), (self.op_settle, 6),
-            (self.op_reset, 2),
+            (self.op_bounce, 3), (self.op_exchange, 6), (self.op_make_room, 5),
+            (self.op_pin, 4), (self.op_unpin, 4), (self.op_evict, 4),
+            (self.op_match, 4), (self.op_hold, 6), (self.op_settle, 6), (self.op_reset, 2),
         ]  # fmt: skip
 
-    # --- sequences ----------------------------------------------------------------------------------
+    # --- sequences --------------------------------------------------------------------------------
 
     def op_create(self) -> None:
         if len(self.known) >= 6:
@@ -120,7 +120,7 @@ class Driver(Steps):
         self.m.free([k.seq])
         del self.known[k.seq.id]
 
-    # --- tiers --------------------------------------------------------------------------------------
+    # --- tiers ------------------------------------------------------------------------------------
 
     def op_swap_out(self) -> None:
         chosen = self.pick(2)
@@ -160,10 +160,7 @@ class Driver(Steps):
         resident = [k for k in self.live() if k.seq.state == "RESIDENT"]
         if swapped and resident:
             if self.rng.random() < 0.6:  # the copies in are held, those out are not
-                self.let_go()
-                self.wait_for_copies()
-                self.store.device.hold(Stream.IN)
-                self.held.add(Stream.IN)
+                self.hold_only(Stream.IN)
             try:
                 self.m.swap_in([self.rng.choice(swapped).seq])
             except kvmem.OutOfBlocks:
@@ -176,12 +173,18 @@ class Driver(Steps):
         if not resident:
             return
         k = self.rng.choice(resident)
+        if self.setup.hold_out:
+            self.hold_only(Stream.OUT)
         if self.swap_out([k], "swap") is None:
             return
+        if self.setup.hold_out:
+            self.m.evict(self.setup.device_blocks)
         try:
             self.m.swap_in([k.seq])
         except kvmem.OutOfBlocks:
             return
+        if self.setup.hold_out:
+            return  # stays, to be read by the next step
         again = self.swap_out([k], "swap")
         require(again is not None, "a clean sequence needs no host room")
         assert again is not None
@@ -212,10 +215,8 @@ class Driver(Steps):
         if len(self.pins) >= 2:
             return
         for k in self.pick(1):
-            try:
+            with contextlib.suppress(kvmem.PinError):
                 self.pins.append(self.m.pin(k.seq))
-            except kvmem.PinError:
-                pass
 
     def op_unpin(self) -> None:
         if self.pins:
@@ -246,7 +247,7 @@ class Driver(Steps):
         except RuntimeError:
             require(bool(self.opened), "reset refused without an open step")
 
-    # --- streams ------------------------------------------------------------------------------------
+    # --- streams ----------------------------------------------------------------------------------
 
     def op_hold(self) -> None:
         self.let_go()
@@ -265,7 +266,7 @@ class Driver(Steps):
         require(stats.bytes_out == stats.bytes_out_done, "bytes out differ from the device's (R10)")
         require(stats.bytes_in == stats.bytes_in_done, "bytes in differ from the device's (R10)")
 
-    # --- the end ------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Compute all that is pending within a bound (R9), then give all back (DRAIN)."""
@@ -282,7 +283,7 @@ class Driver(Steps):
     def complete(self) -> None:
         """make_room and fit="some" end within a bound, freeing what is done."""
         for _ in range(120):
-            todo = [k for k in self.known.values()]
+            todo = list(self.known.values())
             if not todo:
                 return
             for k in todo:

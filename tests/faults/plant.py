@@ -20,6 +20,7 @@ Patch = Callable[[Function, Callable[[], None]], Function]
 
 TIGHT = Setup(device_blocks=6, host_blocks=4)
 WIDE_BLOCKS = Setup(device_blocks=5, host_blocks=8, block_size=4)
+HELD_OUT = Setup(hold_out=True)
 DEFAULT = Setup()
 
 

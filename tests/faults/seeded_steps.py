@@ -7,7 +7,7 @@ from typing import Any
 
 from kvmem.ledger import residency
 from kvmem.ledger.state import GROUP, RESIDENT
-from tests.faults.plant import TIGHT, WIDE_BLOCKS, Function, fault
+from tests.faults.plant import HELD_OUT, TIGHT, WIDE_BLOCKS, Function, fault
 
 # --- writing -------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ def forget_to_wait_for_arrivals(original: Function, hit: Callable[[], None]) -> 
     return arrive
 
 
-@fault("note_waits", 1, 3)
+@fault("note_waits", 1, 4)
 def write_a_frame_before_its_copy_out(original: Function, hit: Callable[[], None]) -> Function:
     def note_waits(state: Any, f: int) -> None:
         frame = state.frames[residency.device_at(state, f)]
@@ -166,7 +166,7 @@ def write_a_frame_before_its_copy_out(original: Function, hit: Callable[[], None
     return note_waits
 
 
-@fault("plan_copy_in", 4, 5)
+@fault("plan_copy_in", 0, 2, setup=HELD_OUT)
 def copy_in_before_the_copy_out(original: Function, hit: Callable[[], None]) -> Function:
     def plan_copy_in(state: Any, b: int) -> None:
         ledger = state.ledger[0]

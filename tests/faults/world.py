@@ -46,6 +46,7 @@ class Setup:
     tier_policy: str | None = None
     debug: bool = False
     num_ops: int = 160
+    hold_out: bool = False  # what bounces comes back while its copies out are held
     racing: bool = False  # copies run while the next calls do; else they end unless held
 
     def config(self) -> kvmem.Config:
@@ -169,8 +170,8 @@ class World:
 
     def check(self) -> None:
         """Rules and model, after each operation."""
-        if not self.held and not self.setup.racing:
-            self.wait_for_copies()
+        if not self.setup.racing:
+            self.let_copies_end()
         self.m.verify()
         bs = self.setup.block_size
         for k in self.known.values():
@@ -186,6 +187,26 @@ class World:
         for stream in COPY_STREAMS:
             self.store.device.release(stream)
         self.held.clear()
+
+    def hold_only(self, stream: Stream) -> None:
+        """Let all copies end, then hold one stream."""
+        self.let_go()
+        self.wait_for_copies()
+        self.store.device.hold(stream)
+        self.held.add(stream)
+
+    def let_copies_end(self) -> None:
+        """Wait until each copy stream is empty, held, or waits for one that is: so a run without
+        races is the same each time."""
+        device = self.store.device._state
+        streams = [s for s in COPY_STREAMS if s in device.queues]
+        with device.changed:
+            ended = device.changed.wait_for(
+                lambda: not any(device.is_ready(s) for s in streams), 20.0
+            )
+        require(ended, "copies never end (R9)")
+        if not self.held:
+            self.wait_for_copies()
 
     def wait_for_copies(self) -> None:
         for direction, name in (("out", "last_out"), ("in", "last_in")):

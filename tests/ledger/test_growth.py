@@ -65,26 +65,48 @@ def test_records_of_sequences_grow(play: Play) -> None:
     assert len(set(children) | set(made)) == 150
 
 
-def test_tables_and_lists_and_scratch_grow_while_planning(make_play: Callable[..., Play]) -> None:
-    """One plan finds each of these too short and is made all the same, once."""
-    play = make_play(900, 900, 1)
-    before = (len(play.state.table), len(play.state.out_list), len(play.ledger._found))
+def test_tables_and_lists_grow_while_planning(make_play: Callable[..., Play]) -> None:
+    """One plan finds both too short and is made all the same, once."""
+    play = make_play(320, 0, 1, write_back=False)
+    before = len(play.state.table), len(play.state.out_list)
     s = play.create(300)
     plan, arrays = play.run(s)
     assert len(arrays.tokens) == 300
     assert plan.step_epoch == 1, "planned once however often it was tried"
-    assert (len(play.state.table) > before[0], len(play.state.out_list) > before[1]) == (True, True)
-    play.free(s)
-    a, b = play.create(200), play.create([*range(200), 5])
-    plan, arrays = play.run(a, b)
-    assert len(play.ledger._found) >= 400
-    assert arrays.num_tokens.tolist() == [1, 1]
-    assert play.table(a) == play.table(b)[:200]
+    assert len(play.state.table) > before[0]
+    assert len(play.state.out_list) > before[1]
     assert len(play.state.frame_table) == len(play.state.table)
 
 
+def test_the_list_of_found_blocks_grows_while_planning(make_play: Callable[..., Play]) -> None:
+    play = make_play(210, 0, 1, write_back=False)
+    play.free(play.made(200))
+    a, b = play.create(200), play.create([*range(200), 5])
+    assert len(play.ledger._found) == 256
+    _, arrays = play.run(a, b)
+    assert len(play.ledger._found) >= 400
+    assert arrays.num_tokens.tolist() == [1, 1]
+    assert play.table(a) == play.table(b)[:200]
+
+
+def test_a_table_that_outgrows_its_span_moves(make_play: Callable[..., Play]) -> None:
+    play = make_play(90, 0, 1, write_back=False)
+    seqs = [play.made([s, *range(14)]) for s in range(2)]
+    for i in range(20):
+        for s in seqs:
+            before = play.table(s)
+            play.append(s, 50 + i)
+            play.run(s)
+            assert play.table(s)[:-1] == before
+    assert play.pool("num_free") == 20
+    spans = sorted(int(play.state.tables["start"][s, GROUP]) for s in seqs)
+    assert spans[1] - spans[0] >= 64
+    play.free(seqs[0])
+    assert play.table(play.made(3, b"new"))[0] > 0
+
+
 def test_growing_leaves_open_steps_alone(make_play: Callable[..., Play]) -> None:
-    play = make_play(700, 0, 1, write_back=False)
+    play = make_play(520, 0, 1, write_back=False)
     a = play.create(3)
     _, first = play.plan(a)
     frames = first.frame_table[first.table_start[0] :][:3].tolist()
@@ -128,7 +150,7 @@ def test_numbers_of_unused_namespaces_are_used_again(play: Play) -> None:
     size = len(play.state.namespaces)
     kept = play.made(4, b"kept")
     number = play.q(kept, "namespace")
-    for i in range(60):
+    for i in range(40):
         play.free(play.create(3, b"%d" % i))
     assert len(play.state.namespaces) <= 2 * size, "room for those in use, no more"
     assert play.q(kept, "namespace") == number

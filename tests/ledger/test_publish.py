@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvmem.ledger import Refusal, decide
 from kvmem.ledger.state import GROUP, HOST
 from tests.ledger.play import Play, ids
 
@@ -149,7 +150,7 @@ def test_a_fork_may_have_published_first(play: Play) -> None:
 
 
 def test_another_prefix_does_not_pass_for_ones_own(play: Play) -> None:
-    """Block 1 stands on the published block 0 in one fork's table, on a duplicate in the other's."""
+    """As if block 1 had been published behind other tokens."""
     b = play.create(6)
     play.append(b, 6, 7, draft=True)
     play.run(b)
@@ -189,7 +190,7 @@ def test_rejected_drafts_leave_no_trace_in_the_trie(play: Play) -> None:
     assert play.of("num_nodes") == 2
 
 
-# --- reset and pins --------------------------------------------------------------------------------
+# --- reset and pins ------------------------------------------------------------------------------
 
 
 def test_reset_forgets_one_namespace(play: Play) -> None:
@@ -206,6 +207,17 @@ def test_reset_forgets_one_namespace(play: Play) -> None:
     assert play.q(kept, "publish") == 1
     play.run(waiting)
     assert play.found(8, b"a") == 2, "who had no block yet publishes new content"
+
+
+@pytest.mark.parametrize("name", [None, b"unknown"])
+def test_nothing_is_reset_under_an_open_step(play: Play, name: bytes | None) -> None:
+    play.free(play.made(8))
+    _, arrays = play.plan(play.create(9))
+    with pytest.raises(Refusal) as refused:
+        play.ledger.reset(name)
+    assert refused.value.code == decide.IN_STEP
+    play.end(arrays)
+    assert play.found(8) == 2
 
 
 def test_reset_of_all_goes_through_both_tiers(play: Play) -> None:
@@ -260,8 +272,6 @@ def test_a_pin_alone_owns_an_unpublished_block(play: Play) -> None:
 
 
 def test_pins_are_counted_in_sixteen_bits(play: Play) -> None:
-    from kvmem.ledger import Refusal, decide
-
     s = play.made(8)
     first, second = play.table(s)
     play.pin(second)

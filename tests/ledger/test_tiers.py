@@ -169,7 +169,7 @@ def test_giving_up_keeps_tokens_and_cached_content(play: Play) -> None:
     assert play.pool("num_free", HOST) == 7, "the host copy of a cached block stays"
 
 
-# --- eviction --------------------------------------------------------------------------------------
+# --- eviction ------------------------------------------------------------------------------------
 
 
 def test_the_deepest_of_the_oldest_goes_first(play: Play) -> None:

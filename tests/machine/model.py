@@ -235,6 +235,8 @@ class Planner:
 
     def refusal(self, rows: list[RowPlan]) -> str:
         """Why not all of these rows fit: "room", "never", or "" if they do."""
+        if self.reserve > self.model.device_blocks:
+            return "never"
         reasons = [row.reason for row in rows if row.reason in ("room", "never")]
         if not reasons and self.left < self.reserve:  # rows that compute nothing did not ask for it
             reasons.append("room")

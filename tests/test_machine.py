@@ -174,7 +174,6 @@ class KVMachine(SequenceCalls, TierCalls, StepCalls):
         for pin, _, _ in self.model.pins:
             pin.release()
         self.model.pins.clear()
-        most = self.model.device_blocks * self.model.block_size
         ends = {}
         for seq in self.model.live:
             if seq.drafts:
@@ -183,6 +182,7 @@ class KVMachine(SequenceCalls, TierCalls, StepCalls):
                 seq.extend([1])
                 if seq.state == "RESIDENT":
                     self.model.note_published(seq)
+            most = self.longest_served(seq)
             if 0 < len(seq.tokens) <= most:
                 ends[seq] = min(most, len(seq.tokens) + dice.randint(0, 3))
         self.give_back([seq for seq in self.model.live if seq not in ends])
@@ -192,6 +192,15 @@ class KVMachine(SequenceCalls, TierCalls, StepCalls):
             assert turns <= bound, f"no end after {bound} turns"
             self.serve_turn(ends, dice)
             self.holds()
+
+    def longest_served(self, seq: ModelSequence) -> int:
+        """The tokens that the device can hold of a sequence: the copy of a shared, unfull block
+        that it writes into takes a frame while the block keeps its own (the stated bound)."""
+        model, size = self.model, self.model.block_size
+        world = model.world()
+        table = world.table(seq)
+        copies = seq.stored % size and model.is_shared(table[seq.stored // size], world)
+        return (model.device_blocks - bool(copies)) * size
 
     def serve_turn(self, ends: dict[ModelSequence, int], dice: Dice) -> None:
         """One turn over all that are not at their end."""

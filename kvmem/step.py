@@ -56,15 +56,14 @@ class Step:
         self._arrays = arrays
         self._entered = self._ended = False
         self._written: set[int] = set()
-        rows = arrays.rows
-        reasons = rows["reason"].tolist()
-        self.seqs: list[Sequence] = []
+        reasons = arrays.rows["reason"]
+        self.seqs: list[Sequence] = asked
         self.left_out: list[tuple[Sequence, str]] = []
-        for seq, reason in zip(asked, reasons, strict=True):
-            if reason == codes.PLANNED:
-                self.seqs.append(seq)
-            else:
-                self.left_out.append((seq, REASONS[reason]))
+        if reasons.any():  # else all are planned, the usual case of decoding
+            planned = reasons == codes.PLANNED
+            self.seqs = list(compress(asked, planned.tolist()))
+            others = zip(asked, reasons.tolist(), strict=True)
+            self.left_out = [(seq, REASONS[r]) for seq, r in others if r != codes.PLANNED]
         self.num_tokens = len(arrays.tokens)
         self.max_query_len = int(arrays.num_tokens.max(initial=0))
         self.max_seq_len = int(arrays.seq_lens.max(initial=0))
@@ -227,7 +226,7 @@ class Step:
             plan = runtime.ledger.end_step(epoch, commit=commit and not failed)
             if not failed:
                 runtime.submit(plan)
-            ids = tuple(seq.id for seq in self.seqs)
+            ids = tuple([seq._id for seq in self.seqs])
             runtime.events.add("step" if commit else "abort", ids)
 
     def _missing_layers(self) -> list[int]:

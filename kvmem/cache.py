@@ -41,6 +41,7 @@ class Pin:
     def release(self) -> None:
         """Let the blocks go; they stay cached until evicted. Raises PinError the second time."""
         runtime = self._runtime
+        runtime.check_open()
         with runtime.lock:
             runtime.enter()
             if self._released:

@@ -11,26 +11,24 @@ MAX_EVENTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened. `blocks` were copied, evicted or freed by it, `kind` says which."""
+    """One thing that happened, and the blocks that were copied for it."""
 
     time: float  # seconds, monotonic clock
-    kind: str  # "step", "abort", "swap_out", "swap_in", "recompute", "evict", "reset", "free"
+    kind: str  # "step", "abort", "swap_out", "swap_in", "prefetch", "recompute", "evict",
+    # "reset", "free"
     sequence_ids: tuple[int, ...]
     blocks_out: int  # blocks copied device to host by the call
     blocks_in: int  # blocks copied host to device by the call
 
 
 class EventLog:
-    """The last `MAX_EVENTS` events; older ones are dropped and counted."""
+    """The last `MAX_EVENTS` events; older ones are dropped."""
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
-        self.num_dropped = 0
 
     def add(self, kind: str, sequence_ids: tuple[int, ...], out: int = 0, into: int = 0) -> None:
         """Note an event. O(1)."""
-        if len(self._events) == MAX_EVENTS:
-            self.num_dropped += 1
         self._events.append(Event(time.monotonic(), kind, sequence_ids, out, into))
 
     def take(self) -> list[Event]:

@@ -245,7 +245,8 @@ class Manager:
 
         "swap" reserves a host frame for each dirty block, else raises OutOfBlocks(tier="host") or
         TierError with nothing changed; "recompute" keeps only the tokens; "auto" swaps where there
-        is room and gives up the rest. Pinned blocks stay. A SWAPPED or WAITING sequence: no-op.
+        is room and gives up the rest. Pinned blocks stay. A WAITING sequence: no-op; a SWAPPED one
+        too, except that "recompute" gives up its host blocks.
         Raises UnknownSequence, RuntimeError in an open step. O(blocks), never waits.
         """
         with self._lock():
@@ -271,14 +272,14 @@ class Manager:
         reserve_blocks: int = 0,
         how: str = "auto",
     ) -> list[Sequence]:
-        """Swap out victims until a step over the rest of `seqs` fits; returns them.
+        """Swap out victims so that the best of `seqs` find room; returns those swapped out.
 
-        Victims have lower priority than the best of `seqs`, or came later; `seqs` themselves may
-        be among them (leave those out of the step). One swapped in and not yet stepped is spared
-        while there is another.
-        When that is not enough, what can be done is done, and `step(fit="some")` tells the rest.
-        With `max_tokens`, plan the step in the same order (priority, then first come): rows before
-        the best one use up its tokens.
+        Plan the step with `fit="some"` afterwards, without them. Victims have lower priority than
+        the best of `seqs`, or came later; `seqs` themselves may be among them. One swapped in and
+        not yet stepped is spared while there is another. When that is not enough, or the host tier
+        is full and `how` is "swap", what can be done is done, and the step's `left_out` tells the
+        rest. A row that can never fit makes nobody go. With `max_tokens`, plan the step in the same
+        order (priority, then first come): rows before the best one use up its tokens.
         """
         budget = _optional("max_tokens", max_tokens)
         reserve = integer("reserve_blocks", reserve_blocks, low=0, high=MAX_PRIORITY)
@@ -289,13 +290,12 @@ class Manager:
             if limits is not None:
                 by_id = {s.id: int(n) for s, n in zip(seqs, limits, strict=True)}
 
-            def fits(todo: list[Sequence]) -> bool:
+            def fits(todo: list[Sequence]) -> str:
                 rows = np.array([seq._record for seq in todo], np.int32)
                 each = None if by_id is None else np.array([by_id[s.id] for s in todo], np.int32)
-                answer = self._runtime.ledger.fits(
+                return self._runtime.ledger.fits(
                     rows, num_tokens=each, max_tokens=budget, reserve=reserve
                 )
-                return answer == "yes"
 
             return self._swapper.make_room(list(seqs), how, fits)
 
@@ -327,7 +327,8 @@ class Manager:
         """Keep the cached blocks of a sequence or a prompt on the device until the Pin's release.
 
         Covers the leading full, published blocks that are on the device now; `Pin.num_tokens` says
-        how many tokens that is. Raises PinError when it is none. O(blocks).
+        how many tokens that is. `namespace` is that of tokens; a sequence knows its own. Raises
+        PinError when it covers none. O(blocks).
         """
         if isinstance(seq_or_tokens, Sequence):
             with self._lock():
@@ -396,8 +397,8 @@ class Manager:
             try:
                 self._runtime.ledger.verify()
             except LedgerCorrupt as breach:
-                state = self._runtime.ledger.state
-                raise LedgerCorrupt(f"{breach}; pools {state.pools}; {state.ledger}") from None
+                dump = self._runtime.ledger.dump()
+                raise LedgerCorrupt(f"{breach}; {dump}") from None
             breaches = self._runtime.store.check_guards()
             if breaches:
                 raise LedgerCorrupt("; ".join(breaches))
@@ -416,7 +417,9 @@ class Manager:
 
     def close(self) -> None:
         """Abandon what is queued, end the workers within 5 s, give the memory back. A second call:
-        no-op. Handles and views of this Manager are dead afterwards."""
+        no-op, and in a forked child. Handles and views of this Manager are dead afterwards."""
+        if self._runtime.is_forked:
+            return
         with self._runtime.lock:
             if self._runtime.closed:
                 return
@@ -486,6 +489,7 @@ class _Locked:
         self._runtime = runtime
 
     def __enter__(self) -> None:
+        self._runtime.check_open()  # a forked child must not wait for a lock its parent held
         self._runtime.lock.acquire()
         try:
             self._runtime.enter()

@@ -54,8 +54,3 @@ class Plan:
     copy_source: Ids = field(default_factory=_none)  # copy-on-write, on the compute stream
     copy_target: Ids = field(default_factory=_none)
     copy_tokens: Ids = field(default_factory=_none)
-
-    @property
-    def is_empty(self) -> bool:
-        """True when the store has nothing to submit (a step without copies counts as empty)."""
-        return not (self.out_id or self.in_id)

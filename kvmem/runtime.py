@@ -6,11 +6,11 @@ submitted under the same lock hold that made it, so the store sees plans in the 
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import weakref
 from collections import deque
+from operator import is_
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 Ids = NDArray[np.int32]
 TIERS = ("device", "host")
-log = logging.getLogger("kvmem")
 
 
 class Runtime:
@@ -61,11 +60,16 @@ class Runtime:
 
     # --- guards ---------------------------------------------------------------------------------
 
+    @property
+    def is_forked(self) -> bool:
+        """True in a child process, which has neither the threads nor the lock's owner."""
+        return os.getpid() != self._pid
+
     def check_open(self) -> None:
         """Raise ManagerClosed after close() and in a forked child."""
         if self.closed:
             raise ManagerClosed("this Manager was closed; make a new one")
-        if os.getpid() != self._pid:
+        if self.is_forked:
             raise ManagerClosed("a Manager does not survive fork; make a new one in the child")
 
     def enter(self) -> None:
@@ -82,23 +86,23 @@ class Runtime:
             self.submit(self.ledger.change_pins(self.unpinned.popleft(), -1))
 
     def poll(self) -> None:
-        """Note which transfers are done. Never waits."""
+        """Note which transfers are done, so that later plans don't wait for them. Never waits."""
         self.ledger.retire(*self.store.retired())
 
     # --- handles --------------------------------------------------------------------------------
 
-    def records(self, seqs: object, *, name: str = "seqs", unique: bool = True) -> Ids:
+    def records(self, seqs: object) -> Ids:
         """The record numbers of a list of live handles of this Manager. The last list is kept:
         an equal one costs one comparison by identity (about 1 us for 256)."""
         if not isinstance(seqs, list | tuple):
-            raise TypeError(f"{name} must be a list of Sequence, not {type(seqs).__name__}")
-        if self._last_list == seqs:
+            raise TypeError(f"seqs must be a list of Sequence, not {type(seqs).__name__}")
+        if len(self._last_list) == len(seqs) and all(map(is_, self._last_list, seqs)):
             return self._last_records
-        records = np.array([self.record(s, name, i) for i, s in enumerate(seqs)], np.int32)
-        if unique and len(set(records.tolist())) != len(records):
+        records = np.array([self.record(s, "seqs", i) for i, s in enumerate(seqs)], np.int32)
+        if len(set(records.tolist())) != len(records):
             first = {int(r): i for i, r in reversed(list(enumerate(records)))}
             row = next(i for i, r in enumerate(records) if first[int(r)] != i)
-            raise ValueError(f"{name}[{row}] is there twice; allowed: each sequence once")
+            raise ValueError(f"seqs[{row}] is there twice; allowed: each sequence once")
         self._last_list, self._last_records = list(seqs), records
         return records
 
@@ -118,11 +122,6 @@ class Runtime:
     def forget_list(self) -> None:
         """Drop the kept list: one of its handles is no more."""
         self._last_list, self._last_records = [], np.zeros(0, np.int32)
-
-    def handles_of(self, records: Ids) -> list[Sequence]:
-        """The live handles of records, in order; those dropped by the user are left out."""
-        found = (self.handles.get(int(r)) for r in records)
-        return [handle for handle in found if handle is not None]
 
     # --- plans ----------------------------------------------------------------------------------
 
@@ -145,17 +144,18 @@ class Runtime:
             "pinned": pinned,
         }
 
-    def out_of_blocks(self, tier: int, needed: int, act: str, advice: str) -> OutOfBlocks:
+    def out_of_blocks(self, tier: int, refusal: Refusal, act: str, advice: str) -> OutOfBlocks:
         """The error for a shortage, with what is there and what would help."""
         counts = self.counts(tier)
         total = int(self.ledger.state.pools["num_frames"][tier])
         detail = ", ".join(f"{value} {key}" for key, value in counts.items())
         holders = ("resident", "swapped")[tier]
         return OutOfBlocks(
-            f"{act} needs {needed} blocks of the {TIERS[tier]} tier; of {total} there: {detail}, "
-            f"the rest is held by {holders} sequences; {advice}",
+            f"{act} needs {refusal.needed} blocks of the {TIERS[tier]} tier, {refusal.available} "
+            f"are left for it; of {total} there: {detail}, the rest is held by {holders} "
+            f"sequences; {advice}",
             tier=TIERS[tier],
-            needed=needed,
+            needed=refusal.needed,
             **counts,
         )
 
@@ -166,14 +166,14 @@ class Runtime:
         if code == codes.NO_DEVICE_ROOM:
             return self.out_of_blocks(
                 DEVICE,
-                refusal.needed,
+                refusal,
                 row if act == "step" else act,
                 "free or swap out others (make_room), pass fit='some', or raise device_blocks",
             )
         if code == codes.NO_HOST_ROOM:
             return self.out_of_blocks(
                 HOST,
-                refusal.needed,
+                refusal,
                 act,
                 "use how='recompute' or 'auto', free sequences, or raise host_blocks",
             )
@@ -182,7 +182,8 @@ class Runtime:
             total = int(self.ledger.state.pools["num_frames"][DEVICE])
             return SequenceTooLong(
                 f"{row}, sequence {seq.id}: {seq.num_tokens} tokens need "
-                f"{self.ledger.blocks_for(seq.num_tokens)} blocks, the device tier has {total}; "
+                f"{self.ledger.blocks_for(seq.num_tokens)} blocks (and those reserved), the device "
+                f"tier has {total}; "
                 f"truncate it or raise device_blocks"
             )
         if code == codes.IN_STEP:

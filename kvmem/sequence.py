@@ -79,16 +79,16 @@ class Sequence:
     @property
     def tokens(self) -> TokenArray:
         """A copy of the known tokens, int32 `[num_tokens]`. O(tokens)."""
-        self._field("state")
+        self._runtime.check_open()
         with self._runtime.lock:
-            return self._runtime.ledger.tokens_of(self._record)
+            return self._runtime.ledger.tokens_of(self._live())
 
     @property
     def block_ids(self) -> list[int]:
         """The block ids of its table; for `Manager.block`. O(blocks)."""
-        self._field("state")
+        self._runtime.check_open()
         with self._runtime.lock:
-            return [int(b) for b in self._runtime.ledger.table_of(self._record)]
+            return [int(b) for b in self._runtime.ledger.table_of(self._live())]
 
     def _end(self) -> None:
         """Mark the handle as freed; the Manager frees the record."""
@@ -97,9 +97,14 @@ class Sequence:
 
     def _field(self, name: str) -> int:
         self._runtime.check_open()
+        with self._runtime.lock:  # else another thread's free could come between check and read
+            return int(self._runtime.ledger.state.sequences[name][self._live()])
+
+    def _live(self) -> int:
+        """The record number; raises UnknownSequence after free. The lock is held."""
         if self._record == 0:
             raise UnknownSequence(f"sequence {self._id} was freed; create a new one")
-        return int(self._runtime.ledger.state.sequences[name][self._record])
+        return self._record
 
     def __repr__(self) -> str:
         if self.is_freed:

@@ -108,7 +108,8 @@ class Step:
 
     @cached_property
     def block_table(self) -> torch.Tensor:
-        """int32 `[num_seqs, max_blocks]` of frame ids, unused columns 0. O(entries), once."""
+        """int32 `[num_seqs, max_blocks]` of frame ids, unused columns 0. O(entries), once: read it
+        inside the step, the rows may be another's afterwards."""
         arrays, block_size = self._arrays, self._runtime.config.block_size
         lengths = -(-arrays.seq_lens // block_size)
         table = np.zeros((len(lengths), int(lengths.max(initial=0))), np.int32)
@@ -122,21 +123,21 @@ class Step:
         self._layer(layer)
         return StepGroup(self.block_table, self.slot_mapping)
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store K `[num_tokens, num_kv_heads, head_dim]` and V (`v_head_dim`) of the tokens.
 
         Slots -1 are skipped. Raises ShapeError, TypeError or ValueError with nothing written,
         RuntimeError outside the step's body. O(bytes).
         """
         self._check_running()
-        self._layer(layer)
-        self._runtime.store.write(layer, key, value, self._arrays.slot_mapping)
-        self._written.add(int(layer))
+        number = self._layer(layer)
+        self._runtime.store.write(number, k, v, self._arrays.slot_mapping)
+        self._written.add(number)
 
     def attend(
         self,
         layer: int,
-        query: torch.Tensor,
+        q: torch.Tensor,
         *,
         scale: float | None = None,
         softcap: float | None = None,
@@ -147,7 +148,7 @@ class Step:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Causal attention of this step's tokens over their sequences' paged K/V.
 
-        `query` `[num_tokens, num_heads, head_dim]`, num_heads a multiple of num_kv_heads. Scores
+        `q` `[num_tokens, num_heads, head_dim]`, num_heads a multiple of num_kv_heads. Scores
         are q.k * scale (default head_dim ** -0.5), then softcap `c * tanh(x / c)`, then ALiBi
         `- slope * (q_pos - k_pos)` with one slope a query head, then the mask (causal, and the
         config's window). `sinks` are logits a query head that enter the denominator only. Returns
@@ -156,17 +157,17 @@ class Step:
         Raises ShapeError, TypeError or ValueError before computing, RuntimeError outside the body.
         """
         self._check_running()
-        self._layer(layer)
+        number = self._layer(layer)
         arrays = self._arrays
         return self._runtime.store.attend(
-            layer,
-            query,
+            number,
+            q,
             table=arrays.frame_table,
             table_start=arrays.table_start,
             seq_lens=arrays.seq_lens,
             query_start=arrays.query_start,
             scale=scale,
-            window=self._runtime.config.layers[layer].window,
+            window=self._runtime.config.layers[number].window,
             softcap=softcap,
             alibi=alibi,
             sinks=sinks,
@@ -177,8 +178,10 @@ class Step:
     # --- begin and end --------------------------------------------------------------------------
 
     def __enter__(self) -> Step:
-        if self._ended or self._entered:
+        if self._ended:
             raise RuntimeError("this step has ended; plan a new one with Manager.step")
+        if self._entered:
+            raise RuntimeError("this step is open already; leave its `with` block first")
         self._entered = True
         try:
             self._runtime.store.begin(self._plan)  # waits here, under no lock (R6)
@@ -217,6 +220,9 @@ class Step:
 
     def _end(self, *, commit: bool) -> None:
         runtime, epoch = self._runtime, self._arrays.epoch
+        if runtime.is_forked:  # the step is the parent's
+            self._ended = True
+            return
         with runtime.lock:
             self._ended = True
             if runtime.closed:
@@ -227,7 +233,9 @@ class Step:
             if not failed:
                 runtime.submit(plan)
             ids = tuple([seq._id for seq in self.seqs])
-            runtime.events.add("step" if commit else "abort", ids)
+            kind = "step" if commit and not failed else "abort"
+            blocks = len(self._plan.out_device), len(self._plan.in_device)
+            runtime.events.add(kind, ids, *blocks)
 
     def _missing_layers(self) -> list[int]:
         config = self._runtime.config
@@ -241,12 +249,13 @@ class Step:
         if not self._entered:
             raise RuntimeError("enter the step first: with manager.step(...) as step")
 
-    def _layer(self, layer: Any) -> None:
+    def _layer(self, layer: Any) -> int:
         num_layers = self._runtime.config.num_layers
         if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
             raise TypeError(f"layer must be an int, not {type(layer).__name__}")
         if not 0 <= layer < num_layers:
             raise ValueError(f"layer={layer} does not exist; allowed: 0 to {num_layers - 1}")
+        return int(layer)
 
     def __repr__(self) -> str:
         state = "ended" if self._ended else "open" if self._entered else "planned"

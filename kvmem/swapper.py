@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvmem.checks import choice
-from kvmem.errors import ManagerClosed, OutOfBlocks, TierError
+from kvmem.errors import OutOfBlocks, TierError
 from kvmem.ledger import Refusal
 from kvmem.ledger import decide as codes
 from kvmem.ledger.state import RESIDENT, SWAPPED
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvmem.sequence import Sequence
 
 HOW = ("swap", "recompute", "auto")
-Fits = Callable[[list["Sequence"]], bool]
+Fits = Callable[[list["Sequence"]], str]
 
 
 class Transfer:
@@ -40,9 +40,10 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """True when all copies have ended. Never waits."""
-        if self._runtime.closed:
-            return False
+        """True when all copies have ended. Never waits. Raises ManagerClosed after close(),
+        DeviceUnavailable when the device failed."""
+        self._runtime.check_open()
+        self._runtime.store.check_usable()
         out, into = self._runtime.store.retired()
         return self._out <= out and self._in <= into
 
@@ -57,8 +58,7 @@ class Transfer:
                 raise TypeError(f"timeout is a {type(timeout).__name__}; allowed: seconds or None")
             if math.isnan(timeout) or timeout < 0:
                 raise ValueError(f"timeout={timeout} s; allowed: None or a number >= 0")
-        if self._runtime.closed:
-            raise ManagerClosed("the Manager of this transfer was closed")
+        self._runtime.check_open()
         begin = time.monotonic()
         for direction, number in (("out", self._out), ("in", self._in)):
             left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begin))
@@ -70,6 +70,9 @@ class Transfer:
                 )
 
     def __repr__(self) -> str:
+        runtime = self._runtime
+        if runtime.closed or runtime.store.error is not None:
+            return f"<Transfer {self.num_blocks} blocks, its Manager closed or failed>"
         return f"<Transfer {self.num_blocks} blocks {'done' if self.done else 'in flight'}>"
 
 
@@ -88,6 +91,7 @@ class Swapper:
             return self._act("recompute", ledger.give_up, records, seqs)
         if how == "auto":
             return self._swap_or_give_up(records, seqs)
+        self._refuse_open(records, seqs)
         states = ledger.state.sequences["state"][records]
         if self._runtime.config.host_blocks == 0 and (states == RESIDENT).any():
             raise TierError(
@@ -122,14 +126,19 @@ class Swapper:
         choice("how", how, HOW)
         todo = sorted(seqs, key=_rank)
         victims: list[Sequence] = []
-        while todo and not fits(todo):
+        if fits(todo) == "never":
+            todo = [seq for seq in todo if fits([seq]) != "never"]
+        while todo and fits(todo) != "yes":
             worst = self._worst(todo)
             if worst is None:
                 break
             if worst in todo:
                 todo.remove(worst)
             if worst.state == "RESIDENT":
-                self.swap_out([worst], how)
+                try:
+                    self.swap_out([worst], how)
+                except (OutOfBlocks, TierError):  # how="swap" and no room there: R8 for the rest
+                    break
                 victims.append(worst)
         return victims
 
@@ -151,11 +160,16 @@ class Swapper:
             candidates.append((not fresh, _rank(seq), seq))
         return max(candidates, key=lambda one: one[:2], default=(True, best, None))[2]
 
+    def _refuse_open(self, records: Ids, seqs: list[Sequence]) -> None:
+        """Raise for the first sequence in an open step."""
+        busy = np.flatnonzero(self._runtime.ledger.state.sequences["step"][records])
+        if len(busy):
+            refusal = Refusal(codes.IN_STEP, int(busy[0]), 0, 0)
+            raise self._runtime.explain(refusal, seqs, "swap_out")
+
     def _swap_or_give_up(self, records: Ids, seqs: list[Sequence]) -> Transfer:
         ledger = self._runtime.ledger
-        for i, record in enumerate(records):
-            if ledger.state.sequences["step"][record]:
-                raise self._runtime.explain(Refusal(codes.IN_STEP, i, 0, 0), seqs, "swap_out")
+        self._refuse_open(records, seqs)
         transfer = Transfer(self._runtime)
         for i in range(len(seqs)):
             one, handle = records[i : i + 1], seqs[i : i + 1]

@@ -545,3 +545,43 @@ def test_case_75_each_row_of_a_batch_has_its_own_table() -> None:
         assert step.block_table[0, :3].tolist() != step.block_table[1, :3].tolist()
         assert hits.block_ids[:3] == first.block_ids
         d.check_content()
+
+
+def test_a_fork_of_a_duplicate_never_hangs_below_another_block() -> None:
+    """A duplicate that a fork shares is not merged: the fork's next blocks would stand on a block
+    that the fork does not hold, which could leave before them (found in review; R4)."""
+    with Driver(device_blocks=12, host_blocks=0) as d:
+        m = d.manager
+        first = d.create([1, 2, 3, 4, 9])
+        drafted = d.create([1, 2])
+        m.append([drafted], [3, 4, 5, 6], counts=[4], draft=True)
+        d.step([first, drafted])  # the same full block twice, one of them of drafts
+        (fork,) = d.fork(drafted)
+        m.accept([drafted], [4], [7])
+        m.verify()
+        m.accept([fork], [4], [8])
+        m.append([drafted, fork], [1, 1, 1, 1], counts=[2, 2])
+        d.step([drafted, fork])
+        m.verify()
+        d.free(first)
+        d.free(drafted)
+        m.evict(12)
+        m.verify()
+        d.check_content()
+
+
+def test_make_room_keeps_its_word_when_the_host_is_full() -> None:
+    """What was swapped out is returned, also when the next victim finds no room (R8)."""
+    with Driver(device_blocks=6, host_blocks=2) as d:
+        best, *others = [d.create([i] * 7, namespace=str(i)) for i in range(3)]
+        d.step([best, *others])
+        d.manager.append([best], [[1] * 17][0], counts=[17])
+        gone = d.manager.make_room([best], how="swap")
+        assert gone == [others[1]]
+        assert others[0].state == "RESIDENT"
+        never = d.create(range_of(25))
+        assert d.manager.make_room([never]) == []  # nobody goes for what can't come
+
+
+def range_of(count: int) -> list[int]:
+    return list(range(count))

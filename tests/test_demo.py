@@ -163,10 +163,13 @@ def test_a_request_larger_than_the_device_is_told_so(tiny: Tiny) -> None:
     config = tiny.paged.config(device_blocks=3, **SIZES)
     with kvmem.Manager(config) as manager:
         engine = Engine(manager, tiny.paged, max_tokens=16)
-        engine.submit(tiny.prompts[0], max_new_tokens=4)
-        with pytest.raises(kvmem.KVMemError, match=r"device_blocks|fit"):
-            for _ in range(100):
-                engine.step()
+        with pytest.raises(kvmem.SequenceTooLong, match="longer than the device tier"):
+            engine.submit(tiny.prompts[0], max_new_tokens=4)
+        for prompt, count in (([], 4), (tiny.prompts[0], 0)):
+            with pytest.raises(ValueError, match="at least one new token"):
+                engine.submit(prompt, max_new_tokens=count)
+        assert not engine.busy
+        assert engine.step() == []
 
 
 def test_a_full_host_tier_costs_computing_again_and_no_token(tiny: Tiny) -> None:

@@ -354,9 +354,9 @@ def test_reserve_blocks_stay_untaken() -> None:
     with Driver() as d:
         seq = d.create(tokens_of(20))
         assert d.manager.can_fit(seqs=[seq]) == "yes"
-        with pytest.raises(kvmem.OutOfBlocks):
+        with pytest.raises(kvmem.SequenceTooLong):  # 5 blocks and 4 reserved of 8
             d.manager.step([seq], reserve_blocks=4)
-        assert d.step([seq], fit="some", reserve_blocks=4).left_out == [(seq, "room")]
+        assert d.step([seq], fit="some", reserve_blocks=4).left_out == [(seq, "never")]
         d.step([seq], reserve_blocks=3)
         assert d.manager.stats().device.free == 3
 

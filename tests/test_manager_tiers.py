@@ -246,7 +246,7 @@ def test_can_fit() -> None:
         assert m.can_fit(tokens=tokens_of(33)) == "never"
         assert m.can_fit(tokens=tokens_of(32)) == "yes"  # 5 blocks are hits
         assert m.can_fit(tokens=tokens_of(32), namespace="x") == "later"
-        assert m.can_fit(4, tokens=tokens_of(32)) == "later"
+        assert m.can_fit(4, tokens=tokens_of(32)) == "never"  # 8 blocks and one of 8
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -205,8 +205,15 @@ def test_closed() -> None:
     m.close()
     assert m.closed
     assert seq.is_freed
-    assert not transfer.done
-    for act in (lambda: m.create([1]), m.stats, m.verify, m.poll, lambda: m.kv(0), m.snapshot):
+    for act in (
+        lambda: transfer.done,
+        lambda: m.create([1]),
+        m.stats,
+        m.verify,
+        m.poll,
+        lambda: m.kv(0),
+        m.snapshot,
+    ):
         with pytest.raises(kvmem.ManagerClosed, match="make a new one"):
             act()
     with pytest.raises(kvmem.ManagerClosed):

@@ -77,7 +77,11 @@ class Engine:
     def submit(
         self, prompt: Sequence[int], *, max_new_tokens: int, namespace: str | None = None
     ) -> Request:
-        """Take in a prompt. Never fails for room: it waits for its first turn."""
+        """Take in a prompt; it waits for its first turn. Refuses what could never be served."""
+        if not len(prompt) or max_new_tokens < 1:
+            raise ValueError("a request needs a prompt and at least one new token")
+        if self.manager.can_fit(len(prompt) + max_new_tokens - 1) == "never":
+            raise kvmem.SequenceTooLong("prompt and answer are longer than the device tier")
         sequence = self.manager.create(prompt, namespace=namespace)
         request = Request(sequence.id, sequence, max_new_tokens)
         self.waiting.append(request)
@@ -90,6 +94,8 @@ class Engine:
 
     def step(self) -> list[tuple[Request, int]]:
         """Run the model once; return each request that got a token, with that token."""
+        if not self.busy:
+            return []
         self._admit()
         # Decoding rows first, so that the chunks of long prompts get what they leave.
         rows = sorted(self.running, key=lambda request: request.num_pending > 1)
@@ -117,7 +123,7 @@ class Engine:
             elif over:
                 try:
                     self.waiting.append(self._swap_out(self.running[0], "swap"))
-                except kvmem.OutOfBlocks:  # the host is full: the turn lasts until someone ends
+                except (kvmem.OutOfBlocks, kvmem.TierError):  # no room there: the turn goes on
                     return
             else:
                 return

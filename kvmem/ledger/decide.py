@@ -216,6 +216,24 @@ def add_hashes(state: State, row_at: Rows, row_hash: int, hashes: NDArray[np.int
 
 
 @compiled
+def too_long(state: State, row_at: Rows, reserve: int) -> bool:
+    """True when a row's sequence and the reserve can never be on the device together. O(1)."""
+    num_tokens = int(state.sequences[row_at[0].sequence].num_tokens)
+    return num_blocks_for(state, num_tokens) + reserve > int(state.pools[DEVICE].num_frames)
+
+
+@compiled
+def find_too_long(state: State, rows: Rows, reserve: int) -> int:
+    """The first row that computes something and can never fit, -1 none. O(rows)."""
+    for i in range(rows.shape[0]):
+        sequence = state.sequences[rows[i].sequence]
+        computes = sequence.num_tokens > sequence.num_computed and rows[i].num_tokens != 0
+        if computes and too_long(state, rows[i : i + 1], reserve):
+            return i
+    return -1
+
+
+@compiled
 def decide_row(
     state: State,
     row_at: Rows,
@@ -236,7 +254,7 @@ def decide_row(
     row.num_tokens = pending if asked < 0 else min(asked, pending)
     if row.num_tokens == 0:
         row.reason = IDLE
-    elif num_blocks_for(state, int(sequence.num_tokens)) > pool.num_frames:
+    elif too_long(state, row_at, reserve):
         row.reason = NEVER
     elif budget == 0:
         row.reason = BUDGET
@@ -287,6 +305,10 @@ def decide(
     ledger.num_needed = 0
     ledger.num_reclaimed = 0
     hashes[:] = NO_HASH
+    if need_all:  # before any shortage, so that nobody waits for what can't come
+        ledger.error_row = find_too_long(state, rows, reserve)
+        if ledger.error_row >= 0:
+            return TOO_LONG
     top = 0
     new_entries = np.int64(0)
     code = OK
@@ -304,8 +326,6 @@ def decide(
             row_at[0].num_found = 0  # nothing of it is marked
             if need_all and row_at[0].reason == ROOM and code == OK:
                 code = NO_DEVICE_ROOM
-            elif need_all and row_at[0].reason == NEVER:
-                code = TOO_LONG
         if code != OK:
             ledger.error_row = i
             return code

@@ -369,6 +369,12 @@ class Ledger(GrowingState):
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
+    def dump(self) -> str:
+        """Counters and pools in words, for `verify`; without the hash seed, which is a secret."""
+        names = [n for n in self.state.ledger.dtype.names or () if n != "hash_seed"]
+        counters = ", ".join(f"{n}={int(self.state.ledger[n][0])}" for n in names)
+        return f"{counters}; pools {self.state.pools.tolist()}"
+
     def is_live(self, s: int) -> bool:
         """True when the record holds a sequence that was not freed."""
         q = self.state.sequences[s]

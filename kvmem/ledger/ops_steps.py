@@ -48,8 +48,16 @@ def end_step(state: State, rows: Rows, epoch: int, commit: bool) -> None:
 @entry_point
 def seal(state: State, out: NDArray[np.int64]) -> None:
     """Issue the ids of the plan just made, write its numbers to `out` (see ledger.py) and begin
-    the next one. O(1)."""
+    the next one. Waits for what is known to be done are left out. O(1)."""
     ledger = state.ledger[0]
+    if ledger.step_after_in <= ledger.retired_in:
+        ledger.step_after_in = 0
+    if ledger.step_after_out <= ledger.retired_out:
+        ledger.step_after_out = 0
+    if ledger.out_after_in <= ledger.retired_in:
+        ledger.out_after_in = 0
+    if ledger.in_after_out <= ledger.retired_out:
+        ledger.in_after_out = 0
     out[0] = out[4] = 0
     if ledger.out_opened:
         ledger.last_out += 1

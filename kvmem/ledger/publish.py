@@ -14,12 +14,11 @@ from .trie import find_child, hash_row, insert_node, parent_hash
 
 
 @compiled
-def can_merge(state: State, b: int, published: int) -> bool:
-    """True when the published block has a device frame, or may have that of `b`. O(1)."""
+def can_merge(state: State, b: int) -> bool:
+    """True when nobody else relies on duplicate `b`. Else another table would go on with `b` while
+    its later blocks hang on `published`, which could then leave before its child (R4). O(1)."""
     block = state.blocks[b]
-    if state.blocks[published].device_frame:
-        return True
-    return bool(block.ref_count == 1 and block.num_resident == 1 and block.num_pins == 0)
+    return bool(block.ref_count == 1 and block.num_pins == 0)
 
 
 @compiled
@@ -79,7 +78,7 @@ def publish(state: State, s: int) -> None:
         n = find_child(state, parent, row_hash, start)
         if n:
             published = int(state.node_blocks[n, GROUP])
-            if not can_merge(state, b, published):
+            if not can_merge(state, b):
                 return
             merge(state, s, i, published)
         else:

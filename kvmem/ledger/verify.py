@@ -7,6 +7,7 @@ Raises `LedgerCorrupt` naming the first breach. O(frames + blocks + table entrie
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -269,6 +270,12 @@ def check_path(state: State, s: int, table: list[int], block_size: int) -> None:
         keys = state.tokens[start : start + block_size]
         require(np.array_equal(state.node_keys[n], keys), "R4", f"block {i} of {s}: other tokens")
         parent = n
+    for above, b in pairwise(table):  # a published block never stands on one that is not its parent
+        n = int(state.blocks["node"][b])
+        parent_is_above = n == 0 or state.nodes["parent"][n] == state.blocks["node"][above]
+        require(
+            bool(parent_is_above), "R4", f"block {b} of {s} hangs on another block than {above}"
+        )
     for i, b in enumerate(table[: int(q["num_stored"]) // block_size]):
         require(int(state.blocks["num_tokens"][b]) == block_size, "R5", f"block {i} of {s}")
 

@@ -132,8 +132,7 @@ def test_longer_than_the_device(make_play: Callable[..., Play]) -> None:
 def test_reserved_blocks_stay_free(make_play: Callable[..., Play]) -> None:
     play = make_play(4, 4)
     s = play.create(8)
-    refusal = refused(play, s, reserve=3)
-    assert (refusal.needed, refusal.available) == (5, 4)
+    assert refused(play, s, reserve=3).code == decide.TOO_LONG  # 2 of its own and 3 of 4
     play.run(s, reserve=2)
     refusal = refused(play, s, reserve=3)  # an idle row takes nothing, the reserve is asked for
     assert (refusal.needed, refusal.available) == (3, 2)

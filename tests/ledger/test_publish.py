@@ -117,13 +117,15 @@ def test_a_shared_duplicate_cannot_give_its_frame_away(play: Play) -> None:
     assert play.table(b)[0] == play.table(a)[0], "now it is its own to give"
 
 
-def test_a_shared_duplicate_merges_when_both_are_on_the_device(play: Play) -> None:
+def test_a_shared_duplicate_waits_until_it_is_nobody_elses(play: Play) -> None:
+    """Else the fork's next blocks would hang on a block that the fork does not hold (R4)."""
     a, b, c = drafted_pair(play)
     play.accept(b, 1, 50)
-    assert play.table(b)[0] == play.table(a)[0] != play.table(c)[0]
-    play.accept(c, 1, 51)
-    assert play.table(c)[0] == play.table(a)[0]
-    assert play.pool("num_free") == 7
+    assert play.table(b)[0] == play.table(c)[0] != play.table(a)[0]
+    assert play.q(b, "num_published") == 0
+    play.free(c)
+    play.run(b)
+    assert play.table(b)[0] == play.table(a)[0]
 
 
 def test_a_pinned_duplicate_keeps_its_frame(play: Play) -> None:

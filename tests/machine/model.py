@@ -237,7 +237,9 @@ class Planner:
         """Why not all of these rows fit: "room", "never", or "" if they do."""
         if self.reserve > self.model.device_blocks:
             return "never"
-        reasons = [row.reason for row in rows if row.reason in ("room", "never")]
+        if any(row.reason == "never" for row in rows):
+            return "never"  # before any shortage: nobody is to wait for it
+        reasons = [row.reason for row in rows if row.reason == "room"]
         if not reasons and self.left < self.reserve:  # rows that compute nothing did not ask for it
             reasons.append("room")
         return reasons[0] if reasons else ""
@@ -272,7 +274,7 @@ class Planner:
     def _reason(self, seq: ModelSequence, wish: int, next_chain: Chain | None) -> str:
         if wish == 0:
             return "idle"
-        if self.model.blocks_for(len(seq.tokens)) > self.model.device_blocks:
+        if self.model.blocks_for(len(seq.tokens)) + self.reserve > self.model.device_blocks:
             return "never"
         if self.budget == 0:
             return "budget"

@@ -82,7 +82,7 @@ def find(runtime: Runtime, tokens: TokenArray, namespace: object) -> Ids:
     key = namespace_key(namespace)
     if not ledger.knows_namespace(key):
         return np.zeros(0, np.int32)
-    record = ledger.create(tokens, namespace=key, publish=False)
+    record = ledger.create(tokens, namespace=key, publish=False, forecast=False)
     found = ledger.look_up(record)
     runtime.submit(ledger.free(np.array([record], np.int32)))
     return found

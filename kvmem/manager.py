@@ -232,7 +232,7 @@ class Manager:
             reserve = ledger.blocks_for(extra)
             if array is None:
                 return ledger.fits(records, reserve=reserve)
-            record = ledger.create(array, namespace=key, publish=False)
+            record = ledger.create(array, namespace=key, publish=False, forecast=False)
             try:
                 return ledger.fits(np.append(records, np.int32(record)), reserve=reserve)
             finally:

@@ -51,11 +51,9 @@ def clear_marks(state: State, rows: Rows, num_rows: int, found: NDArray[np.int32
     for i in range(num_rows):
         row = rows[i]
         table = state.tables[row.sequence, GROUP]
-        for j in range(table.num_blocks):
-            b = state.table[table.start + j]
-            if state.sequences[row.sequence].state == RESIDENT:
-                break
-            state.blocks[b].bits &= ~MARKED
+        if state.sequences[row.sequence].state != RESIDENT:
+            for j in range(table.num_blocks):
+                state.blocks[state.table[table.start + j]].bits &= ~MARKED
         for j in range(row.found_start, row.found_start + row.num_found):
             state.blocks[found[j]].bits &= ~MARKED
 

@@ -73,8 +73,10 @@ class Ledger(GrowingState):
         priority: int = 0,
         publish: bool = True,
         max_cached: int = -1,
+        forecast: bool = True,
     ) -> int:
-        """A WAITING sequence; `num_cached` says what the trie would serve now. O(tokens)."""
+        """A WAITING sequence; with `forecast`, `num_cached` says what the trie would serve now.
+        O(tokens)."""
         self._room_for_sequences(1)
         self._room_for_tokens(2 * span_capacity(len(tokens)))
         number = self.namespace_id(namespace)
@@ -87,7 +89,7 @@ class Ledger(GrowingState):
             publish,
             max_cached,
         )
-        if len(tokens):
+        if forecast and len(tokens):
             self.state.sequences["num_cached"][s] = len(self.look_up(s)) * self.block_size
         return int(s)
 

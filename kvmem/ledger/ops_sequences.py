@@ -13,7 +13,7 @@ from .decide import DRAFTS_PENDING, GROW_TOKENS, IN_STEP, OK, TOO_MANY_ACCEPTED
 from .jit import compiled, entry_point
 from .publish import publish
 from .residency import settle_lists
-from .sequence import cut, end_sequence
+from .sequence import any_in_step, cut, end_sequence
 from .spans import ensure_table, ensure_tokens, span_capacity, take_tokens_span
 from .state import GROUP, RESIDENT, WAITING, State
 
@@ -144,10 +144,8 @@ def accept(state: State, seqs: Ids, accepted: NDArray[np.int64], values: NDArray
 @entry_point
 def truncate(state: State, seqs: Ids, lengths: NDArray[np.int64]) -> int:
     """Cut each sequence to a length that Python checked. O(blocks released)."""
-    for i in range(seqs.shape[0]):
-        if state.sequences[seqs[i]].step:
-            state.ledger[0].error_row = i
-            return IN_STEP
+    if any_in_step(state, seqs):
+        return IN_STEP
     for i in range(seqs.shape[0]):
         cut(state, int(seqs[i]), int(lengths[i]))
     return OK

@@ -24,7 +24,7 @@ from .residency import (
     settle,
     take_host_frame,
 )
-from .sequence import make_resident, make_swapped, make_waiting
+from .sequence import any_in_step, make_resident, make_swapped, make_waiting
 from .state import DEVICE, GROUP, HOST, IN_HOST_LRU, MARKED, WAITING, State
 from .trie import remove_node
 
@@ -77,10 +77,8 @@ def swap_out(state: State, seqs: Ids, need: NDArray[np.int64]) -> int:
     """Reserve host frames for the dirty blocks of these RESIDENT sequences, list the copies and
     make them SWAPPED. NO_HOST_ROOM changes nothing. O(blocks)."""
     ledger, pool = state.ledger[0], state.pools[HOST]
-    for i in range(seqs.shape[0]):
-        if state.sequences[seqs[i]].step:
-            ledger.error_row = i
-            return IN_STEP
+    if any_in_step(state, seqs):
+        return IN_STEP
     count_host_need(state, seqs, need)
     unmark_tables(state, seqs)
     if need[0] + need[1] > pool.num_free + pool.num_evictable:
@@ -97,10 +95,8 @@ def swap_out(state: State, seqs: Ids, need: NDArray[np.int64]) -> int:
 @entry_point
 def give_up(state: State, seqs: Ids) -> int:
     """Let sequences keep only their tokens (how="recompute"). O(blocks)."""
-    for i in range(seqs.shape[0]):
-        if state.sequences[seqs[i]].step:
-            state.ledger[0].error_row = i
-            return IN_STEP
+    if any_in_step(state, seqs):
+        return IN_STEP
     for i in range(seqs.shape[0]):
         if state.sequences[seqs[i]].state != WAITING:
             make_waiting(state, int(seqs[i]))

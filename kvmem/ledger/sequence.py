@@ -6,6 +6,9 @@ lists than the blocks they stand on (lru.py).
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .jit import compiled
 from .residency import enter_residency, host_at, leave_residency, settle, settle_lists
 from .spans import TABLE, TOKENS, give_span
@@ -18,6 +21,16 @@ def num_blocks_for(state: State, num_tokens: int) -> int:
     """Blocks that hold `num_tokens` tokens. O(1)."""
     block_size = state.ledger[0].block_size
     return int((num_tokens + block_size - 1) // block_size)
+
+
+@compiled
+def any_in_step(state: State, seqs: NDArray[np.int32]) -> bool:
+    """True when one of these is planned in an open step; `error_row` says which. O(sequences)."""
+    for i in range(seqs.shape[0]):
+        if state.sequences[seqs[i]].step:
+            state.ledger[0].error_row = i
+            return True
+    return False
 
 
 @compiled

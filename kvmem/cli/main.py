@@ -22,6 +22,7 @@ from kvmem.cli.parser import BadInputFile, LineParser, one_line
 #: ``run(arguments) -> int``. Imported when it is asked for: some need torch, --help should not.
 COMMANDS = {
     "plan": "what a model and its tiers take, before they do",
+    "report": "memory of GPUs, host and processes, with the limits that bind",
 }
 
 

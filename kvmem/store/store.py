@@ -270,6 +270,12 @@ class Store:
         counts["host_arena_bytes"] = self._host_arena.num_bytes if self._host_arena else 0
         return counts
 
+    def arenas(self) -> dict[str, Arena]:
+        """The arenas by the name of their tier, for reports. Raises ``ManagerClosed``."""
+        self._check_open()
+        host = {} if self._host_arena is None else {"host": self._host_arena}
+        return {"device": self._device_arena, **host}
+
     def check_guards(self) -> list[str]:
         """Breaches of the guard and null frames, in words; empty without ``debug``."""
         self._check_open()

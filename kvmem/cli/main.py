@@ -21,6 +21,7 @@ from kvmem.cli.parser import BadInputFile, LineParser, one_line
 #: Each command is a module of this package with ``add_arguments(parser)``, ``EXAMPLE`` and
 #: ``run(arguments) -> int``. Imported when it is asked for: some need torch, --help should not.
 COMMANDS = {
+    "doctor": "what would stop kvmem on this machine, and what to do",
     "plan": "what a model and its tiers take, before they do",
     "report": "memory of GPUs, host and processes, with the limits that bind",
 }

@@ -42,9 +42,7 @@ class MemoryReport:
         return asdict(self)
 
 
-def memory_report(
-    manager: Manager | None = None, *, pid: int | None = None, roots: Roots | None = None
-) -> MemoryReport:
+def memory_report(manager: Manager | None = None, *, pid: int | None = None) -> MemoryReport:
     """Memory of GPUs, torch, ``manager``'s arenas and the host, now.
 
     ``manager``: one of this process; the arenas of another process can't be seen from here, only
@@ -52,6 +50,11 @@ def memory_report(
     that fails is None with a reason, also a Manager that was closed. Starts no CUDA context,
     imports no torch. Cost: some milliseconds, plus a Manager's pages (8 bytes read per 4 KiB).
     """
+    return build_report(manager, pid, Roots())
+
+
+def build_report(manager: Manager | None, pid: int | None, roots: Roots) -> MemoryReport:
+    """As ``memory_report``, of the machine that ``roots`` describes."""
     found = MemoryReport(
         time=time.time(),
         gpus=read_gpus(pid=pid),

@@ -107,13 +107,14 @@ class BlockSample(NamedTuple):
 def sample_blocks(runtime: Runtime, ids: NDArray[np.int64]) -> BlockSample:
     """The blocks ``ids`` now, for metrics. O(len(ids))."""
     state = runtime.ledger.state
-    blocks = state.blocks[ids]
-    used = blocks["ref_count"] > 0
-    live = used | (blocks["device_frame"] > 0) | (blocks["host_frame"] > 0)
+    blocks = state.blocks
+    # Field by field: taking whole records costs a hundred times as much.
+    used = blocks["ref_count"][ids] > 0
+    live = used | ((blocks["device_frame"][ids] | blocks["host_frame"][ids]) != 0)
     # Of a free id the field is a link. A node may be reused as well, its hash then differs.
-    node = np.where(live, blocks["node"], 0).astype(np.int64)
-    content = np.where(node > 0, (node << 32) | state.nodes["hash"][node], 0)
-    return BlockSample(live, used, content)
+    node = blocks["node"][ids] * live
+    content = (node.astype(np.int64) << 32) | state.nodes["hash"][node]
+    return BlockSample(live, used, content * (node > 0))
 
 
 def _block_owners(state: State) -> NDArray[np.int64]:

@@ -314,18 +314,21 @@ class _BlockTimes:
     def look(self, now: BlockSample, moment: float) -> None:
         """Compare with the last look. A block that was given to other content in between (its
         published content differs) ended one life and began another."""
-        was_idle = self._live & ~self._used
-        other = self._live & now.live & (self._content != 0) & (now.content != self._content)
-        ended = (self._live & ~now.live) | other
+        last = BlockSample(self._live, self._used, self._content)
+        self._live, self._used, self._content = now
+        if all(map(np.array_equal, last, now)):
+            return
+        was_idle = last.live & ~last.used
+        other = last.live & now.live & (last.content != 0) & (now.content != last.content)
+        ended = (last.live & ~now.live) | other
         for i in np.flatnonzero(ended):
             self.lifetime.add(moment - self._born[i])
             if was_idle[i]:
                 self.idle.add(moment - self._released[i])
         for i in np.flatnonzero(was_idle & now.used & ~ended):
             self.gap.add(moment - self._released[i])
-        self._born[(now.live & ~self._live) | other] = moment
-        self._released[now.live & ~now.used & (self._used | ended | ~self._live)] = moment
-        self._live, self._used, self._content = now
+        self._born[(now.live & ~last.live) | other] = moment
+        self._released[now.live & ~now.used & (last.used | ended | ~last.live)] = moment
 
 
 def _checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -63,35 +63,32 @@ def check_threads(load: Callable[[str], Any] = import_module) -> list[Finding]:
     return found
 
 
-def check_cache(folder: Path | None = None) -> list[Finding]:
-    """The folder of compiled code: there, writable, and its size. ``folder`` replaces it."""
-    place = compile_cache() if folder is None else folder
-    files = []
-    if place.is_dir():
-        files = [path for path in place.rglob("*") if path.suffix in _CACHED]
+def check_cache(folders: Sequence[Path] | None = None) -> list[Finding]:
+    """The folders of compiled code: there, writable, and their size. ``folders`` replaces them."""
+    places = compile_caches() if folders is None else folders
+    files = [path for place in places for path in place.rglob("*") if path.suffix in _CACHED]
     size = sum(_size(path) for path in files)
-    text = f"{place}: {len(files)} files, {with_unit(size)}"
-    if not is_writable(place):
+    named = " and ".join(str(place) for place in places)
+    text = f"{named}: {len(files)} files, {with_unit(size)}"
+    if not all(map(is_writable, places)):
         advice = "set NUMBA_CACHE_DIR to a folder that can be written"
         words = f"{text}; not writable, so each start compiles anew (about a minute)"
         return [Finding("compile cache", "warning", words, advice)]
     return [Finding("compile cache", "ok", text)]
 
 
-def compile_cache() -> Path:
-    """Where numba keeps compiled functions of kvmem: NUMBA_CACHE_DIR, else beside the sources,
-    else (sources of another user) a folder of this user's."""
-    import kvmem
-
+def compile_caches() -> list[Path]:
+    """Where numba keeps what it compiled of kvmem: NUMBA_CACHE_DIR, else beside the sources, else
+    (sources of another user) in a folder of this user's."""
     numba: Any = import_module("numba")
     if numba.config.CACHE_DIR:
-        return Path(numba.config.CACHE_DIR)
-    assert kvmem.__file__ is not None
-    beside = Path(kvmem.__file__).parent
-    if is_writable(beside):
+        return [Path(numba.config.CACHE_DIR)]
+    sources = [import_module(name).__file__ for name in ("kvmem", "cuda_kernels")]
+    beside = [Path(source).parent for source in sources if source is not None]
+    if all(map(is_writable, beside)):
         return beside
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "numba"
+    return [Path(cache) / "numba"]
 
 
 def is_writable(folder: Path) -> bool:

@@ -16,7 +16,7 @@ import pytest
 
 from kvmem.budget import ControlGroup
 from kvmem.doctor import SEVERITIES, Finding, diagnose
-from kvmem.doctor.compiled import check_cache, check_threads, is_writable
+from kvmem.doctor.compiled import check_cache, check_threads, compile_caches, is_writable
 from kvmem.doctor.devices import (
     FIRST_CHUNK,
     check_gpus,
@@ -327,17 +327,26 @@ def test_the_folder_of_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "a" / "f.nbi").write_bytes(b"x" * 1024)
     (tmp_path / "a" / "f.nbc").write_bytes(b"x" * 1024)
     (tmp_path / "other").write_bytes(b"x" * 4096)
-    found = check_cache(tmp_path)
+    found = check_cache([tmp_path])
     assert found[0].severity == "ok"
     assert "2 files, 2.00 KiB" in found[0].message
-    assert check_cache(tmp_path / "not" / "there")[0].severity == "ok"
+    assert check_cache([tmp_path / "not" / "there"])[0].severity == "ok"
+
+    import numba
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert compile_caches() == [tmp_path]
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    assert [place.name for place in compile_caches()] == ["kvmem", "cuda_kernels"]
 
     def refused(**_: object) -> None:
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refused)
     assert not is_writable(tmp_path)
-    findings = check_cache(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compile_caches() == [tmp_path / "numba"]
+    findings = check_cache([tmp_path])
     assert findings[0].severity == "warning"
     advised(findings)
 

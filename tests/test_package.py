@@ -97,6 +97,13 @@ def test_clean_installation(wheel: Path, tmp_path: Path) -> None:
         cwd=elsewhere, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert json.loads(command.stdout)["device_blocks"] == 4
+    for name in ("report", "doctor"):
+        command = subprocess.run(
+            [home / "bin" / "kvmem", name, "--json"],
+            cwd=elsewhere, capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        assert json.loads(command.stdout)["schema"] == f"kvmem.{name}/1"
+        assert command.stderr == ""
 
 
 COST = """

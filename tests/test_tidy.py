@@ -149,7 +149,9 @@ def commands(path: Path) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/quickstart.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "docs/quickstart.md", "docs/command-line.md"]
+)
 def test_commands_in_the_pages_exist(page: str) -> None:
     path = ROOT / page
     if not path.exists():

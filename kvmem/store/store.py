@@ -32,7 +32,7 @@ from kvmem.store.cpu import CpuDevice
 from kvmem.store.device import Device, Fence, FrameIds, Moved, Stream
 from kvmem.store.layout import Layout, StoreConfig
 from kvmem.store.order import Ids, TransferQueue, check_frames, check_order, own_copy
-from kvmem.store.transfer_clock import TransferClock, TransferObserver
+from kvmem.store.transfer_clock import TransferObserver, started
 
 if TYPE_CHECKING:
     from kvmem.plan import Plan
@@ -312,7 +312,7 @@ class Store:
             if self._checks is not None:
                 note = partial(self._checks.record, out.device, out.host, out.tokens)
                 device.launch(Stream.OUT, note, reads=((source, out.device),))
-            clock = self._clock("out", Stream.OUT, len(out.device))
+            clock = started(self.observers, device, Stream.OUT, len(out.device), self.layout)
             device.copy_async(Stream.OUT, target, out.host, source, out.device)
             if clock is not None:
                 device.launch(Stream.OUT, clock.stop)
@@ -327,7 +327,7 @@ class Store:
         self._after(Stream.IN, self._steps.get(plan.in_after_step))
         self._after(Stream.IN, self._transfers["out"].fence(plan.in_after_out))
         if len(into.host) and source is not None:
-            clock = self._clock("in", Stream.IN, len(into.host))
+            clock = started(self.observers, device, Stream.IN, len(into.host), self.layout)
             device.copy_async(Stream.IN, target, into.device, source, into.host)
             if clock is not None:
                 device.launch(Stream.IN, clock.stop)
@@ -335,15 +335,6 @@ class Store:
                 compare = partial(self._checks.verify, into.host, into.device, into.tokens)
                 device.launch(Stream.IN, compare, reads=((target, into.device),))
         queue.record(plan.in_id)
-
-    def _clock(self, direction: Direction, stream: Stream, blocks: int) -> TransferClock | None:
-        """A clock started on the stream, where somebody watches."""
-        if not self.observers:
-            return None
-        num_bytes = blocks * self.layout.frame_bytes
-        clock = TransferClock(self.observers, direction, blocks, num_bytes)
-        self.device.launch(stream, clock.start)
-        return clock
 
     def _copy_on_write(self, plan: Plan) -> None:
         source, target = own_copy(plan.copy_source), own_copy(plan.copy_target)

@@ -10,6 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from kvmem.store.device import Device, Stream
+from kvmem.store.layout import Layout
+
 #: Called when a transfer has ended, on the thread that moved it: direction ("out": device to host,
 #: "in"), blocks, bytes, seconds. Must be quick and must not raise.
 TransferObserver = Callable[[str, int, int, float], None]
@@ -38,3 +41,19 @@ class TransferClock:
         seconds = time.perf_counter() - self._begin
         for observer in self._observers:
             observer(self._direction, self._blocks, self._bytes, seconds)
+
+
+def started(
+    observers: tuple[TransferObserver, ...],
+    device: Device,
+    stream: Stream,
+    blocks: int,
+    layout: Layout,
+) -> TransferClock | None:
+    """A clock that starts when ``stream`` comes to this point; None where nobody watches."""
+    if not observers:
+        return None
+    direction = stream.name.lower()
+    clock = TransferClock(observers, direction, blocks, blocks * layout.frame_bytes)
+    device.launch(stream, clock.start)
+    return clock

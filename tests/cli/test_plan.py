@@ -89,6 +89,8 @@ def test_windows_of_known_models(tmp_path: Path, capsys: pytest.CaptureFixture[s
         capsys, "--hf-config", write(tmp_path, models.GEMMA_3_27B), "--context", "131072"
     )
     assert [(g["num_layers"], g["window"]) for g in gemma3["groups"]] == [(52, 1024), (10, None)]
+    silent = plan_of(capsys, "--hf-config", write(tmp_path, models.GEMMA_3_4B))
+    assert [(g["num_layers"], g["window"]) for g in silent["groups"]] == [(29, 1024), (5, None)]
     a_layer = 64 * 16 * 256 * 2
     assert gemma3["sequence_windowed_bytes"] == a_layer * (52 * 17 + 10 * 2048)
 

@@ -55,7 +55,11 @@ def work(manager: kvmem.Manager) -> None:
         with manager.step([two, three]):
             pass
     manager.swap_out([two], how="recompute")
-    manager.free([one, two, three])
+    four = manager.create([7] * 20)
+    with manager.step([four]):
+        pass
+    manager.swap_out([four]).wait()  # more goes out than comes back
+    manager.free([one, two, three, four])
 
 
 def parsed(text: str) -> Samples:
@@ -79,6 +83,7 @@ def test_every_figure_is_that_of_the_stats(manager: kvmem.Manager) -> None:
     work(manager)
     samples, stats = parsed(metrics.text()), manager.stats()
     assert value(samples, "kvmem_up") == 1
+    assert stats.bytes_out_done != stats.bytes_in_done
     for tier, found in (("device", stats.device), ("host", stats.host)):
         for name, figure in (
             ("kvmem_blocks", found.total), ("kvmem_blocks_free", found.free),

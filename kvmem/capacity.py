@@ -121,7 +121,7 @@ def capacity(
         sequences=sequences,
         bandwidth=bandwidth,
         manager=_manager(shape),
-        notes=shape.notes,
+        notes=_notes(shape, context),
         reasons=reasons,
         **_sequence_figures(
             shape, frame, device_blocks, host_blocks, context, sequences, bandwidth
@@ -238,6 +238,13 @@ def _groups(shape: ModelShape, dtype: str) -> tuple[LayerGroup, ...]:
 
 def _token_bytes(stored: LayerGeometry, dtype: str) -> int:
     return stored.num_kv_heads * (stored.head_dim + stored.value_dim) * ELEMENT_BYTES[dtype]
+
+
+def _notes(shape: ModelShape, context: int | None) -> tuple[str, ...]:
+    """What the reader of the figures should know."""
+    if context is None or shape.max_context is None or context <= shape.max_context:
+        return shape.notes
+    return (*shape.notes, f"the model was made for at most {shape.max_context} positions")
 
 
 def _manager(shape: ModelShape) -> str:

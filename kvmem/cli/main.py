@@ -7,6 +7,7 @@ Exit status: 0 done, 1 findings (or a failure of kvmem, or output that could not
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -17,6 +18,9 @@ from types import ModuleType
 import kvmem
 from kvmem.cli.output import print_json
 from kvmem.cli.parser import BadInputFile, LineParser, one_line
+
+#: What a full, broken or closed place of output answers.
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
 
 #: Each command is a module of this package with ``add_arguments(parser)``, ``EXAMPLE`` and
 #: ``run(arguments) -> int``. Imported when it is asked for: some need torch, --help should not.
@@ -47,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         else:
             _say(error)
-        if isinstance(error, OSError) and not isinstance(error, kvmem.KVMemError):
+        if _is_output_error(error):
             _silence_stdout()
         return _status_of(error)
 
@@ -116,12 +120,17 @@ def _status_of(error: Exception) -> int:
 def _say(error: Exception) -> None:
     """One line on stderr, of at most 300 characters."""
     text = one_line(str(error)) or type(error).__name__
-    if isinstance(error, OSError) and not isinstance(error, kvmem.KVMemError):
+    if _is_output_error(error):
         text = f"output could not be written: {text}"
     elif not isinstance(error, ValueError | TypeError | kvmem.KVMemError | BadInputFile):
         text = f"{type(error).__name__}: {text} (--debug shows where)"
     if sys.stderr is not None:
         print(f"kvmem: {text[:300]}", file=sys.stderr)
+
+
+def _is_output_error(error: Exception) -> bool:
+    """Whether stdout, not kvmem, is what failed."""
+    return isinstance(error, OSError) and error.errno in _OUTPUT_ERRORS
 
 
 def _silence_stdout() -> None:

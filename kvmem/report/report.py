@@ -97,7 +97,8 @@ def _unify(found: MemoryReport) -> None:
             gpu.total_bytes, gpu.free_bytes = device.total_bytes, device.free_bytes
             gpu.memory_source = "cuda"
             _told(gpu, "total_bytes", "free_bytes", "memory_source")
-        if gpu.total_bytes is None and "not supported" in gpu.reasons.get("total_bytes", ""):
+        refused = "not supported" in gpu.reasons.get("total_bytes", "")
+        if gpu.total_bytes is None and refused and not gpu.mig_mode:
             gpu.is_unified = True if gpu.is_unified is None else gpu.is_unified
             if gpu.is_unified:
                 gpu.total_bytes = found.host.total_bytes

@@ -218,6 +218,7 @@ def raising(error: BaseException) -> Any:
         (kvmem.ConfigError("dtype is odd"), 2, "kvmem: dtype is odd"),
         (kvmem.FormatError("x:1: odd"), 3, "kvmem: x:1: odd"),
         (OSError(28, "No space left on device"), 1, "output could not be written: .*No space"),
+        (OSError(13, "Permission denied"), 1, "kvmem: PermissionError: .*Permission denied"),
         (RuntimeError("x" * 5000), 1, "xxx"),
     ],
     ids=lambda x: str(x)[:30],

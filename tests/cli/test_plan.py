@@ -170,6 +170,15 @@ def test_a_context_longer_than_the_device_never_fits(capsys: pytest.CaptureFixtu
     assert "raise --device-memory" in out
 
 
+def test_a_context_beyond_the_model_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, models.GEMMA_2_9B)
+    assert plan_of(capsys, "--hf-config", path, "--context", "8192")["notes"] == []
+    notes = plan_of(capsys, "--hf-config", path, "--context", "8193")["notes"]
+    assert notes == ["the model was made for at most 8192 positions"]
+
+
 def test_lost_share_is_that_of_the_last_block(capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_of(capsys, *MODEL, "--context", "100", "--block-size", "64")
     assert (plan["lost_tokens"], plan["lost_share"]) == (28, 28 / 128)

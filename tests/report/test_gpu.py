@@ -152,6 +152,13 @@ def test_unified_memory_is_counted_once(nvml: FakeNvml) -> None:
     assert found.totals.counted_once == [0]
 
 
+def test_a_partitioned_device_is_not_taken_for_unified(nvml: FakeNvml) -> None:
+    nvml.fail("nvmlDeviceGetMemoryInfo", "NOT_SUPPORTED")
+    whole, split = memory_report().gpus.devices
+    assert (whole.is_unified, split.is_unified) == (True, None)
+    assert split.total_bytes is None
+
+
 class FakeTorch:
     """A torch whose CUDA runs, on the devices of the stub in the opposite order."""
 

@@ -342,18 +342,25 @@ def test_a_live_view_is_on_stderr_and_stdout_gets_the_last() -> None:
 COLOURS = re.compile(r"\x1b\[[0-9;]*3[0-9](?:;[0-9]+)*m")
 
 
-def test_colours_and_progress_on_a_terminal() -> None:
-    status, seen, _ = on_a_terminal("doctor", environment={"KVMEM_HOST_LIMIT": "plenty"})
-    assert status == 1
-    assert COLOURS.search(seen)
-    assert "checking python" in seen
-
-
 class Terminal(io.StringIO):
     """A stream that says it is a terminal."""
 
     def isatty(self) -> bool:
         return True
+
+
+@pytest.mark.parametrize("where", ["terminal", "pipe"])
+def test_colours_and_progress(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVMEM_HOST_LIMIT", "plenty")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    out, err = (Terminal(), Terminal()) if where == "terminal" else (io.StringIO(), io.StringIO())
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    assert cli.main(["doctor"]) == 1
+    assert bool(COLOURS.search(out.getvalue())) == (where == "terminal")
+    assert ("kvmem: checking python\n" in err.getvalue()) == (where == "terminal")
+    assert "checking" not in out.getvalue()
 
 
 TABLE = Table("things [bold]", ("name", "size"), [("[red]x", "1"), ("y", "200")], {1: "red"}, (1,))

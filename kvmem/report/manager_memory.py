@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvmem.stats import TierStats
 
 PAGEMAP = Path("/proc/self/pagemap")
+_PAGEABLE = ("cpu", "sim")  # devices whose two tiers are plain host memory
 _ENTRY_BYTES = 8
 _CHUNK_PAGES = 1 << 20
 _PRESENT = np.uint64(1 << 63)
@@ -71,6 +72,9 @@ def read_manager(manager: Manager) -> ManagerMemory:
             pinned_bytes=0,
             block_bytes=block_bytes,
         )
+        if manager.config.device not in _PAGEABLE:
+            found.memory, found.pinned_bytes = "unknown", None
+            found.reasons["pinned_bytes"] = f"device {manager.config.device} does not tell"
         blocks.pop("arena_bytes")
         found.blocks = blocks
         found.held_bytes = found.reasons.get_or_say(

@@ -163,7 +163,7 @@ def _capacity(arguments: argparse.Namespace, shape: ModelShape) -> Capacity:
     if arguments.measure:
         from kvmem.cli.bandwidth import swap_bandwidth
 
-        note("measuring the bandwidth of a swap")
+        note("measuring the bandwidth of a swap (the first time it also compiles, a minute)")
         bandwidth = swap_bandwidth(config)
     return capacity(
         shape,

@@ -325,8 +325,28 @@ def test_lives_of_blocks_against_a_naive_model(seed: int) -> None:
         assert found.total == pytest.approx(sum(expected))
 
 
-def test_lives_of_the_blocks_of_a_manager(manager: kvmem.Manager) -> None:
+def test_steps_that_follow_each_other_are_looked_at_once(
+    manager: kvmem.Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[float] = []
+    metrics = Metrics(manager)
+    monkeypatch.setattr(metrics._blocks, "look", lambda now, moment: looks.append(moment))
+    monkeypatch.setattr("kvmem.metrics._LOOK_SECONDS", 3600.0)
+    seq = manager.create([1, 2, 3])
+    for token in range(5):
+        with manager.step([seq]):
+            pass
+        manager.append([seq], [token])
+    assert len(looks) == 1
+    manager.free([seq])
+    assert len(looks) == 2
+
+
+def test_lives_of_the_blocks_of_a_manager(
+    manager: kvmem.Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """7 blocks live, 6 of them published: they outlive their sequence, are used again, dropped."""
+    monkeypatch.setattr("kvmem.metrics._LOOK_SECONDS", 0.0)
     metrics = Metrics(manager, sample_blocks=1000)
     one = manager.create(list(range(100)))
     with manager.step([one]):

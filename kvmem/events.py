@@ -30,20 +30,21 @@ class EventLog:
     """The last `MAX_EVENTS` events; older ones are dropped."""
 
     def __init__(self) -> None:
-        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        # a plain tuple now, an Event when somebody asks: a step adds one
+        self._events: deque[tuple[float, str, tuple[int, ...], int, int]] = deque(maxlen=MAX_EVENTS)
         # Called under the Manager's lock at each event: must be quick and must not raise.
         self.listeners: tuple[Callable[[Event], None], ...] = ()
         self.refusals = [0, 0]  # calls that found too little room, by tier
 
     def add(self, kind: str, sequence_ids: tuple[int, ...], out: int = 0, into: int = 0) -> None:
         """Note an event and tell the listeners. O(1) without them."""
-        event = Event(time.monotonic(), kind, sequence_ids, out, into)
-        self._events.append(event)
+        fields = (time.monotonic(), kind, sequence_ids, out, into)
+        self._events.append(fields)
         for listener in self.listeners:
-            listener(event)
+            listener(Event(*fields))
 
     def take(self) -> list[Event]:
         """All events since the last call, oldest first."""
-        events = list(self._events)
+        events = [Event(*fields) for fields in self._events]
         self._events.clear()
         return events

@@ -115,7 +115,7 @@ class Metrics(Collector):
         self._looked = -math.inf  # when the sample was looked at last, by the events' clock
         self._transfer_bytes = {way: _Distribution(_BYTES) for way in ("out", "in")}
         self._transfer_seconds = {way: _Distribution(_FAST) for way in ("out", "in")}
-        with manager._lock():
+        with manager._runtime.entered():
             runtime = manager._runtime
             self._blocks = _BlockTimes(len(runtime.ledger.state.blocks) - 1, count)
             # Bound once: to take them off again, the same objects are needed.
@@ -133,7 +133,7 @@ class Metrics(Collector):
     def close(self) -> None:
         """Stop watching; a second call is a no-op. What was counted can still be collected."""
         runtime = self._runtime()
-        if runtime is None or runtime.is_forked:
+        if runtime is None or runtime.fork.in_child:
             return
         with runtime.lock:
             events, store = runtime.events, runtime.store

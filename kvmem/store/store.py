@@ -8,7 +8,6 @@ step's fence, which later copies wait for.
 from __future__ import annotations
 
 import math
-import os
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +23,7 @@ from kvmem.errors import (
     NotResident,
     TransferError,
 )
+from kvmem.fork import ForkGuard
 from kvmem.geometry import RESERVED_FRAMES, arena_frames
 from kvmem.store.arena import Arena
 from kvmem.store.checks import Checks
@@ -32,7 +32,7 @@ from kvmem.store.cpu import CpuDevice
 from kvmem.store.device import Device, Fence, FrameIds, Moved, Stream
 from kvmem.store.layout import Layout, StoreConfig
 from kvmem.store.order import Ids, TransferQueue, check_frames, check_order, own_copy
-from kvmem.store.transfer_clock import TransferObserver, started
+from kvmem.store.transfer_clock import TransferObserver, copy_watched
 
 if TYPE_CHECKING:
     from kvmem.plan import Plan
@@ -67,14 +67,13 @@ class Store:
             self._checks = Checks(self.layout, self._device_arena, self._host_arena)
         # Guards the three below; held for a few list operations, never while anything waits.
         self._lock = threading.Lock()
-        self._transfers = {
-            "out": TransferQueue(self.device, Stream.OUT),
-            "in": TransferQueue(self.device, Stream.IN),
-        }
+        self._out = TransferQueue(self.device, Stream.OUT)
+        self._in = TransferQueue(self.device, Stream.IN)
+        self._transfers = {"out": self._out, "in": self._in}
         self._steps: dict[int, Fence] = {}
         self.observers: tuple[TransferObserver, ...] = ()  # who hears of transfers; mostly nobody
         self._closed = False
-        self._pid = os.getpid()
+        self._fork = ForkGuard()
 
     # --- the order of work -------------------------------------------------------------------
 
@@ -88,14 +87,20 @@ class Store:
         Cost: 150-200 us for a plan of 200 frames each way, 15 us for a step without copies.
         """
         self.check_usable()
+        if not (plan.out_id or plan.in_id or len(plan.out_device) or len(plan.in_device)):
+            with self._lock:
+                if plan.step_after_in or plan.step_after_out or len(plan.fill_frames):
+                    self._check_order(plan)
+                if plan.step_epoch:
+                    self._open_step(plan.step_epoch)
+            return
         with self._lock:
             blocks = self.num_blocks
             out = Ids.checked("out", plan.out_device, plan.out_host, plan.out_tokens, blocks)
             into = Ids.checked("in", plan.in_device, plan.in_host, plan.in_tokens, blocks)
             poison = own_copy(plan.fill_frames)
             check_frames("fill_frames", poison, blocks[DEVICE])
-            last_out, last_in = self._transfers["out"].last, self._transfers["in"].last
-            check_order(plan, last_out=last_out, last_in=last_in)
+            self._check_order(plan)
             if plan.out_id:
                 self._submit_out(plan, out, poison)
             if plan.in_id:
@@ -110,8 +115,11 @@ class Store:
         Raises as ``submit`` when the device failed or was closed meanwhile.
         """
         self.check_usable()
+        waits = plan.step_after_in or plan.step_after_out or len(plan.copy_source)
+        if not waits and plan.step_epoch in self._steps:
+            return
         with self._lock:
-            into, out = self._transfers["in"], self._transfers["out"]
+            into, out = self._in, self._out
             if plan.step_after_in > into.last or plan.step_after_out > out.last:
                 raise ValueError("the plan's step waits for a transfer not submitted; submit first")
             fences = (into.fence(plan.step_after_in), out.fence(plan.step_after_out))
@@ -136,8 +144,11 @@ class Store:
 
     def retired(self) -> tuple[int, int]:
         """The last out id and the last in id that are done, with all before them; never waits."""
+        last = self._out.last, self._in.last  # before `pending`: nothing later can be claimed
+        if not (self._out.pending or self._in.pending):
+            return last
         with self._lock:
-            return self._transfers["out"].retired(), self._transfers["in"].retired()
+            return self._out.retired(), self._in.retired()
 
     def wait(self, direction: Direction, transfer_id: int, timeout: float | None = None) -> bool:
         """Wait on the host for a transfer and all before it; False when ``timeout`` s passed.
@@ -275,8 +286,8 @@ class Store:
     def arenas(self) -> dict[str, Arena]:
         """The arenas by the name of their tier, for reports. Raises ``ManagerClosed``."""
         self._check_open()
-        host = {} if self._host_arena is None else {"host": self._host_arena}
-        return {"device": self._device_arena, **host}
+        both = {"device": self._device_arena, "host": self._host_arena}
+        return {name: arena for name, arena in both.items() if arena is not None}
 
     def check_guards(self) -> list[str]:
         """Breaches of the guard and null frames, in words; empty without ``debug``."""
@@ -293,7 +304,7 @@ class Store:
 
         In a forked child: a no-op, the memory is the parent's.
         """
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or self._fork.in_child:
             return
         self._closed = True
         self.device.close()
@@ -303,34 +314,32 @@ class Store:
 
     # --- inside ------------------------------------------------------------------------------
 
+    def _check_order(self, plan: Plan) -> None:
+        out, into = self._out.last, self._in.last
+        check_order(plan, last_out=out, last_in=into)
+
     def _submit_out(self, plan: Plan, out: Ids, poison: FrameIds) -> None:
-        device, queue = self.device, self._transfers["out"]
+        device, queue = self.device, self._out
         source, target = self._device_arena, self._host_arena
         self._after(Stream.OUT, self._steps.get(plan.out_after_step))
-        self._after(Stream.OUT, self._transfers["in"].fence(plan.out_after_in))
+        self._after(Stream.OUT, self._in.fence(plan.out_after_in))
         if len(out.device) and target is not None:
             if self._checks is not None:
                 note = partial(self._checks.record, out.device, out.host, out.tokens)
                 device.launch(Stream.OUT, note, reads=((source, out.device),))
-            clock = started(self.observers, device, Stream.OUT, len(out.device), self.layout)
-            device.copy_async(Stream.OUT, target, out.host, source, out.device)
-            if clock is not None:
-                device.launch(Stream.OUT, clock.stop)
+            copy_watched(self.observers, device, Stream.OUT, target, out.host, source, out.device)
         if len(poison) and self._checks is not None:
             fill = partial(self._checks.poison, poison)
             device.launch(Stream.OUT, fill, writes=((source, poison),))
         queue.record(plan.out_id)
 
     def _submit_in(self, plan: Plan, into: Ids) -> None:
-        device, queue = self.device, self._transfers["in"]
+        device, queue = self.device, self._in
         source, target = self._host_arena, self._device_arena
         self._after(Stream.IN, self._steps.get(plan.in_after_step))
-        self._after(Stream.IN, self._transfers["out"].fence(plan.in_after_out))
+        self._after(Stream.IN, self._out.fence(plan.in_after_out))
         if len(into.host) and source is not None:
-            clock = started(self.observers, device, Stream.IN, len(into.host), self.layout)
-            device.copy_async(Stream.IN, target, into.device, source, into.host)
-            if clock is not None:
-                device.launch(Stream.IN, clock.stop)
+            copy_watched(self.observers, device, Stream.IN, target, into.device, source, into.host)
             if self._checks is not None:
                 compare = partial(self._checks.verify, into.host, into.device, into.tokens)
                 device.launch(Stream.IN, compare, reads=((target, into.device),))
@@ -374,7 +383,7 @@ class Store:
         return self.layout.views(arena.typed(self.layout.dtype)[:frames], layer)
 
     def _check_open(self) -> None:
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or self._fork.in_child:
             what = "was closed" if self._closed else "belongs to the process that made it"
             raise ManagerClosed(f"the store {what}; make a new Manager here")
 

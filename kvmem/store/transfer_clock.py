@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvmem.store.device import Device, Stream
-from kvmem.store.layout import Layout
+from kvmem.store.arena import Arena
+from kvmem.store.device import Device, FrameIds, Stream
 
 #: Called when a transfer has ended, on the thread that moved it: direction ("out": device to host,
 #: "in"), blocks, bytes, seconds. Must be quick and must not raise.
@@ -43,17 +43,21 @@ class TransferClock:
             observer(self._direction, self._blocks, self._bytes, seconds)
 
 
-def started(
+def copy_watched(
     observers: tuple[TransferObserver, ...],
     device: Device,
     stream: Stream,
-    blocks: int,
-    layout: Layout,
-) -> TransferClock | None:
-    """A clock that starts when ``stream`` comes to this point; None where nobody watches."""
+    target: Arena,
+    target_ids: FrameIds,
+    source: Arena,
+    source_ids: FrameIds,
+) -> None:
+    """``device.copy_async``, between the two notes of a clock where somebody watches."""
     if not observers:
-        return None
-    direction = stream.name.lower()
-    clock = TransferClock(observers, direction, blocks, blocks * layout.frame_bytes)
+        device.copy_async(stream, target, target_ids, source, source_ids)
+        return
+    blocks = len(target_ids)
+    clock = TransferClock(observers, stream.name.lower(), blocks, blocks * target.frame_bytes)
     device.launch(stream, clock.start)
-    return clock
+    device.copy_async(stream, target, target_ids, source, source_ids)
+    device.launch(stream, clock.stop)

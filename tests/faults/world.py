@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import kvmem
-from kvmem.ledger.state import DEVICE, GROUP, HOST
+from kvmem.ledger.state import DEVICE, GROUP, HOST, make_hash_keys
 from kvmem.store.device import Stream
 
 NAMESPACES = (None, "tenant")
@@ -103,7 +103,8 @@ class World:
         self.rng = random.Random(seed)
         self.setup = setup
         self.m = kvmem.Manager(setup.config())
-        self.state.ledger["hash_seed"] = seed + 1  # the same index in each run
+        keys = make_hash_keys(seed, self.m.config.block_size)  # the same index in each run
+        self.state.hash_keys[:] = keys
         self.known: dict[int, Known] = {}
         self.opened: list[Opened] = []
         self.pins: list[kvmem.Pin] = []

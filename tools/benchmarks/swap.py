@@ -6,15 +6,16 @@ PYTHONPATH=.:tools python -m benchmarks.swap
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
-from benchmarks.figure import Figure, alternate, figure
 
 import kvmem
+from benchmarks.figure import Figure, alternate, figure
 from kvmem.budget import free_host_bytes
 
 BLOCK_KIB = (128, 512, 2048, 8192)
@@ -30,9 +31,10 @@ class Times:
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
-    def take(self, name: str, run: Callable[[], object]) -> None:
+    @contextmanager
+    def take(self, name: str) -> Iterator[None]:
         begin = time.perf_counter()
-        run()
+        yield
         self.seconds.setdefault(name, []).append(time.perf_counter() - begin)
 
     def warm(self, name: str) -> list[float]:
@@ -72,10 +74,12 @@ def measure(block_kib: int, total: int, repeats: int) -> Times:
                 manager.evict(blocks)
             assert [transfer.num_blocks for transfer in transfers] == [blocks, blocks]
             manager.swap_out([seq], how="recompute")
-            times.take("memcpy", lambda: np.copyto(target.numpy(), source.numpy()))
+            with times.take("memcpy"):
+                np.copyto(target.numpy(), source.numpy())
             for count in {1, threads}:
                 torch.set_num_threads(count)
-                times.take(f"torch copy_, {count} threads", lambda: target.copy_(source))
+                with times.take(f"torch copy_, {count} threads"):
+                    target.copy_(source)
         manager.free([seq])
     return times
 

@@ -68,9 +68,9 @@ def measure(block_kib: int, total: int, repeats: int) -> Times:
                 pass  # dirty again
             transfers = []
             for way, act in (("out", manager.swap_out), ("in", manager.swap_in)):
-                times.take(
-                    way, lambda act=act: transfers.append(act([seq])) or transfers[-1].wait()
-                )
+                with times.take(way):
+                    transfers.append(act([seq]))
+                    transfers[-1].wait()
                 manager.evict(blocks)
             assert [transfer.num_blocks for transfer in transfers] == [blocks, blocks]
             manager.swap_out([seq], how="recompute")

@@ -28,7 +28,7 @@ from kvmem.errors import (
 )
 
 if TYPE_CHECKING:
-    from kvmem import ops
+    from kvmem import ops, report
     from kvmem.block import Block
     from kvmem.cache import Match, Pin
     from kvmem.config import Config, LayerSpec
@@ -70,6 +70,7 @@ __all__ = [
     "TransferError",
     "UnknownSequence",
     "ops",
+    "report",
 ]
 
 _HOME = {
@@ -87,6 +88,8 @@ _HOME = {
     "Transfer": "kvmem.swapper",
 }
 
+_MODULES = ("ops", "report")
+
 if getattr(cuda_kernels, "PROJECT", None) != "kvmem":
     # Another distribution installs a package of this name: running with its kernels would be worse.
     raise ImportError(
@@ -100,8 +103,8 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         value: object = version("kvmem")
-    elif name == "ops":
-        value = importlib.import_module("kvmem.ops")
+    elif name in _MODULES:
+        value = importlib.import_module(f"kvmem.{name}")
     elif name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
     else:

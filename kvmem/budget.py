@@ -1,77 +1,174 @@
-"""Host memory that this process may still take: the tightest of the machine and its control groups.
+"""Host memory that this process may still take: the tightest of all that limits it.
 
 A container's limit is invisible to ``psutil``, and a pool sized by the machine behind it gets the
-process killed, not refused. So both versions of control groups are asked too.
+process killed, not refused. The other way round, a neighbour that eats the machine makes a generous
+container limit worthless. So each limit is asked how much it leaves, and the least of them counts:
+what the machine has available, the control groups of both versions with all levels above this
+process (``proclimits``), the address space (``ulimit -v``), and a cap of the user's own
+(``KVMEM_HOST_LIMIT``). ``kvmem report``, a share in a Config and the check of a Manager all call
+``host_budget``.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import psutil
 
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
-_SELF_CGROUP = Path("/proc/self/cgroup")
+from kvmem.checks import shown
+from kvmem.errors import ConfigError
+from kvmem.sizes import SIZE_FORMS, parse_size
 
-#: A limit at or above this is how control groups of version 1 write "none".
-_UNLIMITED = 2**60
+#: Environment variable with the most host memory that this process may use in all, e.g. "24GiB".
+CAP_VARIABLE = "KVMEM_HOST_LIMIT"
+
+AVAILABLE, CONTROL_GROUP, ADDRESS_SPACE, CAP = "available", "cgroup", "address space", CAP_VARIABLE
 
 
-def free_host_bytes(*, cgroup_root: Path = _CGROUP_ROOT, self_cgroup: Path = _SELF_CGROUP) -> int:
-    """Bytes that can still be allocated. Cost: a few small files are read.
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One thing that bounds the host memory of this process, in bytes."""
 
-    The arguments name the places where control groups are described; tests give their own.
+    name: str  # "available", "cgroup", "address space" or "KVMEM_HOST_LIMIT"
+    limit_bytes: int
+    free_bytes: int  # what it leaves; never negative
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    """The memory limit of the control groups around this process; None: there is none."""
+
+    interface: str | None = None  # "cgroup-v1", "cgroup-v2"
+    limit_bytes: int | None = None
+    used_bytes: int | None = None  # charged against that limit, reclaimable file pages left out
+    free_bytes: int | None = None
+    level: int | None = None  # whose limit it is: 0 the own group, 1 the one above, ...
+    num_levels: int = 0  # groups that were asked
+    notes: tuple[str, ...] = ()  # codes of what was dropped or could not be read, and why
+    reason: str | None = None  # why ``limit_bytes`` is None
+
+
+@dataclass(frozen=True, slots=True)
+class HostBudget:
+    """What may still be allocated, and which limit says so."""
+
+    free_bytes: int
+    bound_by: str  # the name of the tightest limit
+    limits: tuple[Limit, ...]
+    cgroup: ControlGroup
+    reasons: Mapping[str, str] = field(default_factory=dict)  # limits that could not be read
+
+
+def free_host_bytes() -> int:
+    """Bytes that can still be allocated. Raises and costs as ``usable_budget``."""
+    return usable_budget().free_bytes
+
+
+def usable_budget() -> HostBudget:
+    """As ``host_budget``, but a cap that can't be read raises ConfigError: ignoring it could be
+    fatal. Cost: about 1 ms, a few small files are read."""
+    budget = host_budget()
+    if CAP in budget.reasons:
+        raise ConfigError(budget.reasons[CAP])
+    return budget
+
+
+def host_budget(environment: Mapping[str, str] | None = None) -> HostBudget:
+    """All limits and the tightest. Never raises; what can't be read is in ``reasons``.
+
+    ``environment`` replaces that of the process. Cost: as ``usable_budget``.
     """
-    free = int(psutil.virtual_memory().available)
-    for limit_file, usage_file, stat_key in _cgroup_files(cgroup_root, self_cgroup):
-        limit, usage = _number(limit_file), _number(usage_file)
-        if limit is None or usage is None or limit >= _UNLIMITED:
-            continue
-        # Clean file pages count as used, but are given back before anything fails.
-        reclaimable = _stat(limit_file.parent / "memory.stat", stat_key)
-        free = min(free, max(0, limit - usage + reclaimable))
-    return free
-
-
-def _cgroup_files(root: Path, self_cgroup: Path) -> list[tuple[Path, Path, str]]:
-    """Limit and usage files of the groups of this process and of all groups above them."""
+    memory = psutil.virtual_memory()
+    limits = [Limit(AVAILABLE, int(memory.total), int(memory.available))]
+    reasons: dict[str, str] = {}
+    group = control_group()
+    if group.limit_bytes is not None and group.free_bytes is not None:
+        limits.append(Limit(CONTROL_GROUP, group.limit_bytes, group.free_bytes))
+    elif group.reason:
+        reasons[CONTROL_GROUP] = group.reason
     try:
-        lines = self_cgroup.read_text().splitlines()
-    except OSError:
-        return []
-    files: list[tuple[Path, Path, str]] = []
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "":  # version 2: one tree
-            base, names = root, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = root / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        parts = [p for p in path.split("/") if p not in ("", "..")]
-        for depth in range(len(parts), -1, -1):
-            group = base.joinpath(*parts[:depth])
-            files.append((group / names[0], group / names[1], names[2]))
-    return files
+        own = psutil.Process().memory_info()
+    except psutil.Error as error:
+        reasons["process"] = f"own memory unreadable: {type(error).__name__}"
+        own = None
+    if own is not None and (space := _address_space()) is not None:
+        limits.append(Limit(ADDRESS_SPACE, space, max(0, space - int(own.vms))))
+    cap, reason = _cap(os.environ if environment is None else environment)
+    if reason:
+        reasons[CAP] = reason
+    if cap is not None:
+        limits.append(Limit(CAP, cap, max(0, cap - (int(own.rss) if own else 0))))
+    tightest = min(limits, key=lambda limit: limit.free_bytes)
+    return HostBudget(tightest.free_bytes, tightest.name, tuple(limits), group, reasons)
 
 
-def _number(path: Path) -> int | None:
-    """The integer in ``path``; None where there is none ("max", no such file, no right)."""
+def control_group() -> ControlGroup:
+    """The tightest memory limit on the way from this process's control group to the root."""
     try:
-        return int(path.read_text())
-    except (OSError, ValueError):
+        import proclimits
+
+        proclimits.clear_cache()  # a process may have been moved since the last look
+        found = proclimits.describe()
+    except Exception as error:  # psutil's figure then stands alone; the report says why
+        return ControlGroup(reason=f"control groups unreadable: {type(error).__name__}: {error}")
+    source = found.memory_source
+    levels = source.levels if source else ()
+    notes = tuple(str(notice.code) for notice in found.notices if "memory" in notice.code)
+    budget = found.memory_budget
+    limit, used, free = found.raw_memory_limit, None, None
+    level = None
+    if budget is not None:
+        limit, used, free = budget.limit, budget.used, budget.available
+    elif limit is not None and "memory-usage-unreadable" in notes:
+        # The limit is enforced though nobody says how much of it is taken: what this process
+        # holds is the least it can be.
+        used = int(psutil.Process().memory_info().rss)
+        free = max(0, limit - used)
+    else:
+        limit = None
+    if limit is not None and found.memory_limit_level in levels:
+        level = levels.index(found.memory_limit_level)
+    return ControlGroup(
+        interface=str(source.interface) if source else None,
+        limit_bytes=limit,
+        used_bytes=used,
+        free_bytes=free,
+        level=level,
+        num_levels=len(levels),
+        notes=notes,
+        reason=None if limit is not None else _no_limit(notes),
+    )
+
+
+def _no_limit(notes: tuple[str, ...]) -> str:
+    """Why there is no limit of a control group, in words."""
+    if "memory-metrics-unavailable" in notes:
+        return "no control group with memory here"
+    for note in ("memory-limit-unreadable", "machine-memory-unknown"):
+        if note in notes:
+            return f"a limit could not be judged ({note})"
+    return "no level sets a limit below the machine's memory"
+
+
+def _address_space() -> int | None:
+    """Bytes of RLIMIT_AS, None for none (or on a system without it)."""
+    try:
+        import resource
+
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    except (ImportError, OSError, ValueError):
         return None
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _stat(path: Path, key: str) -> int:
-    """The value of ``key`` in a file of ``key value`` lines; 0 where it cannot be read."""
-    try:
-        for line in path.read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == key:
-                return int(value)
-    except (OSError, ValueError):
-        pass
-    return 0
+def _cap(environment: Mapping[str, str]) -> tuple[int | None, str | None]:
+    """The user's cap in bytes, or why it can't be used."""
+    text = environment.get(CAP_VARIABLE, "").strip()
+    if not text:
+        return None, None
+    cap = parse_size(text)
+    if not cap:
+        return None, f"{CAP_VARIABLE}={shown(text)} is no size: give {SIZE_FORMS}, or unset it"
+    return cap, None

@@ -6,13 +6,12 @@ A Config is checked whole when it is made and holds no resource; ``plan()`` tell
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from kvmem.budget import free_host_bytes
+from kvmem.budget import free_host_bytes, usable_budget
 from kvmem.checks import boolean, choice, integer, nearest, shown
 from kvmem.errors import ConfigError
 from kvmem.geometry import (
@@ -23,7 +22,8 @@ from kvmem.geometry import (
     metadata_bytes,
     uniform_frame,
 )
-from kvmem.size_plan import SizePlan, with_unit
+from kvmem.size_plan import SizePlan
+from kvmem.sizes import SIZE_FORMS, parse_size, with_unit
 
 MAX_LAYERS = 4096
 MAX_KV_HEADS = 4096
@@ -46,12 +46,6 @@ _PLANNED_EVICTIONS = ("lfu", "fifo", "s3fifo", "arc", "cost")
 ZERO_ON_FREE = ("never",)
 _PLANNED_ZERO_ON_FREE = ("cross_namespace", "always")
 
-_UNIT_BYTES = {
-    "": 1, "B": 1,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-}  # fmt: skip
-_MEMORY = re.compile(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]{0,3})\s*", re.ASCII)
 _MAX_MEMORY = 2**62
 
 
@@ -243,22 +237,27 @@ class Config:
 def check_memory(config: Config, *, free_bytes: int | None = None) -> None:
     """Raise ConfigError where the arenas and records of ``config`` exceed the free host memory.
 
-    A Manager calls it before it allocates. ``free_bytes`` replaces what is measured. On the CPU
-    device both tiers are host memory, so their sum counts.
+    A Manager calls it before it allocates. Free is what the tightest limit leaves, as in
+    ``kvmem report``; ``free_bytes`` replaces it. On the CPU device both tiers are host memory, so
+    their sum counts.
     """
-    free = free_host_bytes() if free_bytes is None else free_bytes
+    bound_by = "given"
+    if free_bytes is None:
+        budget = usable_budget()
+        free_bytes, bound_by = budget.free_bytes, budget.bound_by
     plan = config.plan()
     asked = plan.device_bytes + plan.host_bytes + plan.metadata_bytes
-    if asked <= free:
+    if asked <= free_bytes:
         return
     a_block = plan.block_bytes + metadata_bytes(1, config.block_size)
     tiers = 2 if config.host_blocks else 1
     reserved = tiers * extra_frames(debug=config.debug) * plan.block_bytes
-    largest = max(0, (free - reserved) // a_block)
+    largest = max(0, (free_bytes - reserved) // a_block)
     raise ConfigError(
         f"device_blocks={config.device_blocks} and host_blocks={config.host_blocks} ask for "
-        f"{with_unit(asked)} ({asked} bytes), free are {with_unit(free)} ({free} bytes): at most "
-        f"{largest} blocks in all tiers together fit; lower them, or block_size"
+        f"{with_unit(asked)} ({asked} bytes), free are {with_unit(free_bytes)} ({free_bytes} "
+        f"bytes, limit: {bound_by}): at most {largest} blocks in all tiers together fit; lower "
+        f"them, or block_size"
     )
 
 
@@ -369,16 +368,8 @@ def _memory_bytes(name: str, value: object) -> int:
             )
         return int(free_host_bytes() * value)
     if isinstance(value, str):
-        match = _MEMORY.fullmatch(value)
-        unit = match[2].upper() if match else ""
-        if match is None or unit not in _UNIT_BYTES:
-            raise ConfigError(
-                f"{name}={shown(value)} is no size: give a number and B, KiB, MiB, GiB, TiB (KB, "
-                f'MB, GB, TB), such as "8GiB"'
-            )
-        value = (
-            int(float(match[1]) * _UNIT_BYTES[unit])
-            if "." in match[1]
-            else (int(match[1]) * _UNIT_BYTES[unit])
-        )
+        size = parse_size(value)
+        if size is None:
+            raise ConfigError(f"{name}={shown(value)} is no size: give {SIZE_FORMS}")
+        value = size
     return integer(name, value, low=1, high=_MAX_MEMORY, error=ConfigError)

@@ -1,9 +1,14 @@
-"""What happened, for tools that draw or log it: a bounded record, no callbacks."""
+"""What happened, for tools that draw or log it: a bounded record, and the library's own listeners.
+
+A user takes the record with ``Manager.events()``; nothing of the user's is called back. Metrics
+listen, because they must see each event and may not take the record from the user.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 MAX_EVENTS = 4096
@@ -26,10 +31,16 @@ class EventLog:
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        # Called under the Manager's lock at each event: must be quick and must not raise.
+        self.listeners: tuple[Callable[[Event], None], ...] = ()
+        self.refusals = [0, 0]  # calls that found too little room, by tier
 
     def add(self, kind: str, sequence_ids: tuple[int, ...], out: int = 0, into: int = 0) -> None:
-        """Note an event. O(1)."""
-        self._events.append(Event(time.monotonic(), kind, sequence_ids, out, into))
+        """Note an event and tell the listeners. O(1) without them."""
+        event = Event(time.monotonic(), kind, sequence_ids, out, into)
+        self._events.append(event)
+        for listener in self.listeners:
+            listener(event)
 
     def take(self) -> list[Event]:
         """All events since the last call, oldest first."""

@@ -146,6 +146,7 @@ class Runtime:
 
     def out_of_blocks(self, tier: int, refusal: Refusal, act: str, advice: str) -> OutOfBlocks:
         """The error for a shortage, with what is there and what would help."""
+        self.events.refusals[tier] += 1
         counts = self.counts(tier)
         total = int(self.ledger.state.pools["num_frames"][tier])
         detail = ", ".join(f"{value} {key}" for key, value in counts.items())

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from kvmem.geometry import blocks_for, total_blocks
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+from kvmem.sizes import with_unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +70,6 @@ class SizePlan:
             ("bound", self.bound),
         ]
         return "\n".join(f"{name:<9} {text}" for name, text in rows)
-
-
-def with_unit(num_bytes: int) -> str:
-    """``num_bytes`` for a person: 2949120 -> "2.81 MiB"."""
-    value, unit = float(num_bytes), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{num_bytes} B" if unit == 0 else f"{value:.2f} {_UNITS[unit]}"
 
 
 def _tier(blocks: int, tokens: int, num_bytes: int) -> str:

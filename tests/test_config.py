@@ -6,14 +6,13 @@ import dataclasses
 import json
 import math
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import kvmem
-from kvmem import budget, geometry
+from kvmem import geometry
 from kvmem.config import check_memory
 
 LAYER = kvmem.LayerSpec(num_kv_heads=3, head_dim=64)
@@ -298,32 +297,6 @@ def test_check_memory_names_what_fits() -> None:
     huge = config(device_blocks=2**31 - 3)
     with pytest.raises(kvmem.ConfigError, match="free are"):
         check_memory(huge)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_control_groups_bound_the_memory(tmp_path: Path, version: int) -> None:
-    membership = tmp_path / "cgroup"
-    if version == 2:
-        membership.write_text("0::/a/b\n")
-        inner, outer = tmp_path / "a" / "b", tmp_path / "a"
-        names, key = ("memory.max", "memory.current"), "inactive_file"
-    else:
-        membership.write_text("5:cpu:/x\n9:memory:/a/b\n")
-        inner, outer = tmp_path / "memory" / "a" / "b", tmp_path / "memory" / "a"
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        key = "total_inactive_file"
-    inner.mkdir(parents=True)
-    (inner / names[0]).write_text("max\n" if version == 2 else f"{2**63 - 4096}\n")
-    (inner / names[1]).write_text("700\n")
-    machine = budget.free_host_bytes(cgroup_root=tmp_path / "no", self_cgroup=membership)
-    assert machine > 10**6
-    (outer / names[0]).write_text("1000000\n")
-    (outer / names[1]).write_text("900000\n")
-    (outer / "memory.stat").write_text(f"anon 5\n{key} 200000\n")
-    found = budget.free_host_bytes(cgroup_root=tmp_path, self_cgroup=membership)
-    assert found == 300_000
-    (outer / names[1]).write_text("9000000\n")
-    assert budget.free_host_bytes(cgroup_root=tmp_path, self_cgroup=membership) == 0
 
 
 def test_error_tree() -> None:

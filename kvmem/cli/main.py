@@ -1,75 +1,132 @@
 """Entry point of the ``kvmem`` command: parses, runs one command, turns errors into one line.
 
-Exit status: 0 done, 1 failed or output not written, 2 usage, 130 interrupted.
+Exit status: 0 done, 1 findings (or a failure of kvmem, or output that could not be written),
+2 usage, 3 an input file that is missing or bad, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from types import ModuleType
 
 import kvmem
-from kvmem.cli.parser import LineParser
+from kvmem.cli.output import print_json
+from kvmem.cli.parser import BadInputFile, LineParser, one_line
 
-COMMANDS = ("plan",)
+#: Each command is a module of this package with ``add_arguments(parser)``, ``EXAMPLE`` and
+#: ``run(arguments) -> int``. Imported when it is asked for: some need torch, --help should not.
+COMMANDS = {
+    "doctor": "what would stop kvmem on this machine, and what to do",
+    "plan": "what a model and its tiers take, before they do",
+    "report": "memory of GPUs, host and processes, with the limits that bind",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: that of the process); returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
+    status = 0
     try:
-        arguments = _parse([w for w in words if w != "--debug"])
-        status = _run(arguments)
+        status = _dispatch([word for word in words if word != "--debug"])
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader left, which is its right; Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        _silence_stdout()  # the reader left, which is its right
+        return status
     except Exception as error:
         if debug:
-            raise
-        line = " ".join(str(error).split()) or type(error).__name__
-        print(f"kvmem: {line[:300]}", file=sys.stderr)
-        return 2 if isinstance(error, (ValueError, TypeError)) else 1
+            traceback.print_exc()
+        else:
+            _say(error)
+        if isinstance(error, OSError) and not isinstance(error, kvmem.KVMemError):
+            _silence_stdout()
+        return _status_of(error)
 
 
-def _parse(words: list[str]) -> argparse.Namespace:
-    parser = LineParser(prog="kvmem", description="KV-cache memory for LLM inference engines.")
-    parser.add_argument("--version", action="store_true", help="print the version and stop")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    commands = parser.add_subparsers(dest="command", metavar="command", parser_class=LineParser)
-    # torch comes with the module of a command: --version and --help should not wait for it.
-    plan_parser = commands.add_parser("plan", help="what a configuration takes, before it does")
-    if words[:1] == ["plan"]:
-        from kvmem.cli import plan
-
-        plan.add_arguments(plan_parser)
-        arguments = plan_parser.parse_args(words[1:], argparse.Namespace(version=False))
-        if missing := plan.missing(arguments):
-            plan_parser.error(f"missing: {', '.join(missing)}")
-        return arguments
-    arguments = parser.parse_args(words)
-    if arguments.version:
-        return arguments
-    if arguments.command is None:
-        parser.error(f"no command given; commands: {', '.join(COMMANDS)}")
-    return arguments
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    if arguments.version:
-        print(f"kvmem {kvmem.__version__}")
-        return 0
-    from kvmem.cli import plan
-
+def _dispatch(words: list[str]) -> int:
+    """Parse and run; argparse's own exits (help, usage) become their status."""
     try:
-        return plan.run(arguments)
-    except (ValueError, TypeError) as error:
-        raise type(error)(plan.in_flags(str(error))) from error
+        at = next((i for i, word in enumerate(words) if not word.startswith("-")), None)
+        if at is None or words[at] not in COMMANDS:
+            return _without_command(words, None if at is None else words[at])
+        name = words.pop(at)
+        module = importlib.import_module(f"kvmem.cli.{name}")
+        parser = command_parser(name, module)
+        arguments = parser.parse_args(words)
+        arguments.usage_error = parser.error
+        status: int = module.run(arguments)
+        return status
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+def command_parser(name: str, module: ModuleType) -> LineParser:
+    """The parser of one command, with the flags that all have."""
+    parser = LineParser(
+        prog=f"kvmem {name}",
+        description=COMMANDS[name] + ".",
+        epilog=f"example:\n{module.EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON, with a field schema")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _without_command(words: list[str], unknown: str | None) -> int:
+    listed = "\n".join(f"  {name:<8}  {text}" for name, text in COMMANDS.items())
+    parser = LineParser(
+        prog="kvmem",
+        usage="kvmem command [flags]",
+        description="KV-cache memory for LLM inference engines.",
+        epilog=f"commands (kvmem command --help tells more):\n{listed}\n\nexample:\n  kvmem doctor",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and stop")
+    parser.add_argument("--json", action="store_true", help="with --version: print JSON")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    if unknown is not None:
+        parser.error(f"unknown command {unknown!r}{parser.nearest(unknown, list(COMMANDS))}")
+    arguments = parser.parse_args(words)
+    if not arguments.version:
+        parser.error(f"no command given; commands: {', '.join(COMMANDS)}")
+    if arguments.json:
+        print_json("version", {"version": kvmem.__version__})
+    else:
+        print(f"kvmem {kvmem.__version__}")
+    return 0
+
+
+def _status_of(error: Exception) -> int:
+    if isinstance(error, BadInputFile | kvmem.FormatError):
+        return 3
+    return 2 if isinstance(error, ValueError | TypeError) else 1
+
+
+def _say(error: Exception) -> None:
+    """One line on stderr, of at most 300 characters."""
+    text = one_line(str(error)) or type(error).__name__
+    if isinstance(error, OSError) and not isinstance(error, kvmem.KVMemError):
+        text = f"output could not be written: {text}"
+    elif not isinstance(error, ValueError | TypeError | kvmem.KVMemError | BadInputFile):
+        text = f"{type(error).__name__}: {text} (--debug shows where)"
+    if sys.stderr is not None:
+        print(f"kvmem: {text[:300]}", file=sys.stderr)
+
+
+def _silence_stdout() -> None:
+    """Send what is still buffered nowhere, or Python would complain once more at exit."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (AttributeError, OSError, ValueError):
+        return

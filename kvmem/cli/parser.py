@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 import sys
 from typing import NoReturn
 
+from kvmem.sizes import SIZE_FORMS, parse_size
+
 _UNKNOWN = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)
-_BAD_CHOICE = re.compile(r"argument \w+: invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
-_LONGEST = 200  # characters of a message, before the hint
+_LONGEST = 240  # characters of a message, before the hint
+_SHOWN = 40  # characters of a value in a message
+MAX_WHOLE = 2**62
+
+
+class BadInputFile(Exception):
+    """A file named on the command line can't be read, or is not what it should be. Status 3."""
 
 
 class LineParser(argparse.ArgumentParser):
@@ -22,7 +30,7 @@ class LineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print ``message`` on one line, with the nearest name and where help is; exit 2."""
-        line = " ".join(self._explained(message).split())
+        line = one_line(self._explained(message))
         print(f"{self.prog}: {line[:_LONGEST]} ({self.prog} --help)", file=sys.stderr)
         raise SystemExit(2)
 
@@ -30,10 +38,7 @@ class LineParser(argparse.ArgumentParser):
         if unknown := _UNKNOWN.fullmatch(message):
             word = unknown[1].split()[0] if unknown[1].split() else unknown[1]
             kind = "flag" if word.startswith("-") else "argument"
-            return f"unknown {kind} {word}{self._nearest(word, self.flags())}"
-        if choice := _BAD_CHOICE.fullmatch(message):
-            names = re.findall(r"[\w-]+", choice[2])
-            return f"unknown command {choice[1]!r}{self._nearest(choice[1], names)}"
+            return f"unknown {kind} {shown(word)}{self.nearest(word, self.flags())}"
         return message
 
     def flags(self) -> list[str]:
@@ -41,6 +46,68 @@ class LineParser(argparse.ArgumentParser):
         return [flag for action in self._actions for flag in action.option_strings]
 
     @staticmethod
-    def _nearest(word: str, names: list[str]) -> str:
-        found = difflib.get_close_matches(word.split("=")[0], names, n=1)
+    def nearest(word: str, names: list[str]) -> str:
+        """``; did you mean x?`` for the most similar of ``names``, or nothing."""
+        found = difflib.get_close_matches(word.split("=")[0][:_SHOWN], names, n=1)
         return f"; did you mean {found[0]}?" if found else ""
+
+
+def one_line(text: str) -> str:
+    """``text`` without line breaks and without characters that would steer a terminal."""
+    spaced = " ".join(text.split())
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in spaced)
+
+
+def shown(text: str) -> str:
+    """A word of the command line as a message shows it."""
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def whole(text: str) -> int:
+    """The int in ``text``, for argparse."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{shown(text)!r} is not a whole number") from None
+    if abs(value) > MAX_WHOLE:
+        raise argparse.ArgumentTypeError(f"{shown(text)!r} is too large; at most {MAX_WHOLE}")
+    return value
+
+
+def counted(text: str) -> int:
+    """An int >= 1, for argparse."""
+    value = whole(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{shown(text)!r} is too small; give 1 or more")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A duration of 0.1 s to a day, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.1 <= value <= 86400:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)!r} is no duration; give seconds from 0.1 to 86400"
+        )
+    return value
+
+
+def memory(text: str) -> int | float | str:
+    """Bytes as int, a share as float, anything else as it came: the Config judges it."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def size(text: str) -> int:
+    """Bytes >= 1, for argparse."""
+    value = parse_size(text)
+    if not value or value > MAX_WHOLE:
+        raise argparse.ArgumentTypeError(f"{shown(text)!r} is no size; give {SIZE_FORMS}")
+    return value

@@ -32,6 +32,7 @@ from kvmem.store.cpu import CpuDevice
 from kvmem.store.device import Device, Fence, FrameIds, Moved, Stream
 from kvmem.store.layout import Layout, StoreConfig
 from kvmem.store.order import Ids, TransferQueue, check_frames, check_order, own_copy
+from kvmem.store.transfer_clock import TransferClock, TransferObserver
 
 if TYPE_CHECKING:
     from kvmem.plan import Plan
@@ -71,6 +72,7 @@ class Store:
             "in": TransferQueue(self.device, Stream.IN),
         }
         self._steps: dict[int, Fence] = {}
+        self.observers: tuple[TransferObserver, ...] = ()  # who hears of transfers; mostly nobody
         self._closed = False
         self._pid = os.getpid()
 
@@ -270,6 +272,12 @@ class Store:
         counts["host_arena_bytes"] = self._host_arena.num_bytes if self._host_arena else 0
         return counts
 
+    def arenas(self) -> dict[str, Arena]:
+        """The arenas by the name of their tier, for reports. Raises ``ManagerClosed``."""
+        self._check_open()
+        host = {} if self._host_arena is None else {"host": self._host_arena}
+        return {"device": self._device_arena, **host}
+
     def check_guards(self) -> list[str]:
         """Breaches of the guard and null frames, in words; empty without ``debug``."""
         self._check_open()
@@ -304,7 +312,10 @@ class Store:
             if self._checks is not None:
                 note = partial(self._checks.record, out.device, out.host, out.tokens)
                 device.launch(Stream.OUT, note, reads=((source, out.device),))
+            clock = self._clock("out", Stream.OUT, len(out.device))
             device.copy_async(Stream.OUT, target, out.host, source, out.device)
+            if clock is not None:
+                device.launch(Stream.OUT, clock.stop)
         if len(poison) and self._checks is not None:
             fill = partial(self._checks.poison, poison)
             device.launch(Stream.OUT, fill, writes=((source, poison),))
@@ -316,11 +327,23 @@ class Store:
         self._after(Stream.IN, self._steps.get(plan.in_after_step))
         self._after(Stream.IN, self._transfers["out"].fence(plan.in_after_out))
         if len(into.host) and source is not None:
+            clock = self._clock("in", Stream.IN, len(into.host))
             device.copy_async(Stream.IN, target, into.device, source, into.host)
+            if clock is not None:
+                device.launch(Stream.IN, clock.stop)
             if self._checks is not None:
                 compare = partial(self._checks.verify, into.host, into.device, into.tokens)
                 device.launch(Stream.IN, compare, reads=((target, into.device),))
         queue.record(plan.in_id)
+
+    def _clock(self, direction: Direction, stream: Stream, blocks: int) -> TransferClock | None:
+        """A clock started on the stream, where somebody watches."""
+        if not self.observers:
+            return None
+        num_bytes = blocks * self.layout.frame_bytes
+        clock = TransferClock(self.observers, direction, blocks, num_bytes)
+        self.device.launch(stream, clock.start)
+        return clock
 
     def _copy_on_write(self, plan: Plan) -> None:
         source, target = own_copy(plan.copy_source), own_copy(plan.copy_target)

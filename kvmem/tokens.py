@@ -45,7 +45,8 @@ def token_array(name: str, tokens: object) -> TokenArray:
         if low < 0 or high > MAX_TOKEN:
             bad = int(np.flatnonzero((array < 0) | (array > MAX_TOKEN))[0])
             raise ValueError(f"{name}[{bad}] is out of range; allowed: 0 to 2**31 - 1")
-    return np.ascontiguousarray(array, np.int32)
+    # To compiled code a read-only array is another type: another compilation, of seconds.
+    return np.require(array, np.int32, ("C_CONTIGUOUS", "ALIGNED", "WRITEABLE"))
 
 
 def _from_tensor(name: str, tensor: torch.Tensor) -> NDArray[Any]:

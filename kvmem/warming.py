@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numba
 import numpy as np
 import torch
+from numba.core.dispatcher import Dispatcher
 
 from kvmem.config import Config
 from kvmem.manager import Manager
-from kvmem.sequence import Sequence
 from kvmem.step import Step
 
 #: Called before each stage with (stages done, stages in all, what comes next), and once at the end
@@ -59,6 +60,8 @@ def warmup(config: Config, *, progress: Progress | None = None) -> WarmupReport:
         raise TypeError(f"config must be a kvmem.Config, not {type(config).__name__}")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress must be callable or None, not {type(progress).__name__}")
+    if numba.config.DISABLE_JIT:  # all runs as plain Python: nothing to do, and slowly
+        return WarmupReport(seconds=0.0, num_compiled=0, num_loaded=0, cache_folder="")
     tell = progress if progress is not None else _default_progress()
     begin = time.perf_counter()
     before = _counts()
@@ -223,8 +226,6 @@ def _default_progress() -> Progress:
 
 def _functions() -> Iterator[Any]:
     """The compiled functions of the loaded modules, whatever they are called."""
-    from numba.core.dispatcher import Dispatcher
-
     for name, module in list(sys.modules.items()):
         if name.startswith(_PACKAGES):
             for value in list(vars(module).values()):
@@ -240,6 +241,6 @@ def _counts() -> tuple[int, int]:
 
 
 def _cache_folder() -> str:
-    """The folder that holds what was compiled; empty where nothing is (NUMBA_DISABLE_JIT=1)."""
+    """The folder that holds what was compiled."""
     folders = sorted({str(function.stats.cache_path) for function in _functions()} - {"None"})
     return os.path.commonpath(folders) if folders else ""

@@ -50,7 +50,8 @@ def move_frames(
             raise ValueError("source_arena and target_arena overlap; use copy_blocks inside one")
     from cuda_kernels.frames import cpu
 
-    cpu.move(target_arena, target_ids, source_arena, source_ids)
+    move = cpu.move_plainly if cpu.JIT_DISABLED else cpu.move
+    move(target_arena, target_ids, source_arena, source_ids)
 
 
 def fill_frames(

@@ -8,6 +8,7 @@ not frames of some MiB: those it takes for something to be used at once.
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 from numba import njit
 
@@ -22,6 +23,7 @@ from cuda_kernels.simd import (
 )
 
 compiled = njit(cache=True, nogil=True, _nrt=False)
+JIT_DISABLED = bool(numba.config.DISABLE_JIT)
 
 # How far ahead a source is asked for: the processor's own prefetch ends with each page of 4 KiB.
 AHEAD_BYTES = 512
@@ -49,6 +51,13 @@ def move(target_arena: Bits, target_ids: Int64s, source_arena: Bits, source_ids:
         for k in range(end, size):
             target_arena[written, k] = source_arena[read, k]
     fence()  # the caller tells other threads next (R3, R5)
+
+
+def move_plainly(
+    target_arena: Bits, target_ids: Int64s, source_arena: Bits, source_ids: Int64s
+) -> None:
+    """The same under NUMBA_DISABLE_JIT=1, where instructions have no Python form."""
+    target_arena[target_ids] = source_arena[source_ids]
 
 
 @compiled

@@ -25,9 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kv-heads", type=whole, default=2, metavar="N", help="default 2")
     parser.add_argument("--head-dim", type=whole, default=64, metavar="N", help="default 64")
-    parser.add_argument(
-        "--v-head-dim", type=whole, metavar="N", help="default: --head-dim"
-    )
+    parser.add_argument("--v-head-dim", type=whole, metavar="N", help="default: --head-dim")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,9 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         device_blocks=1,
     )
-    report = kvmem.warmup(
-        config, progress=lambda done, total, what: note(f"{done}/{total} {what}")
-    )
+    report = kvmem.warmup(config, progress=lambda done, total, what: note(f"{done}/{total} {what}"))
     if arguments.json:
         print_json("warmup", {"dtype": config.dtype_name, **asdict(report)})
         return 0

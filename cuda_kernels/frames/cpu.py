@@ -12,7 +12,7 @@ import numba
 import numpy as np
 from numba import njit
 
-from cuda_kernels.dtypes import Bits, Int64s
+from cuda_kernels.dtypes import Bits, Int32s, Int64s
 from cuda_kernels.simd import (
     LINE_BYTES,
     address_of,
@@ -54,7 +54,7 @@ def move(target_arena: Bits, target_ids: Int64s, source_arena: Bits, source_ids:
 
 
 def move_plainly(
-    target_arena: Bits, target_ids: Int64s, source_arena: Bits, source_ids: Int64s
+    target_arena: Bits, target_ids: Int32s, source_arena: Bits, source_ids: Int32s
 ) -> None:
     """The same under NUMBA_DISABLE_JIT=1, where instructions have no Python form."""
     target_arena[target_ids] = source_arena[source_ids]

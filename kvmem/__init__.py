@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvmem.stats import Stats
     from kvmem.step import Step
     from kvmem.swapper import Transfer
+    from kvmem.warming import WarmupReport, warmup
 
     __version__: str
 
@@ -69,8 +70,10 @@ __all__ = [
     "Transfer",
     "TransferError",
     "UnknownSequence",
+    "WarmupReport",
     "ops",
     "report",
+    "warmup",
 ]
 
 _HOME = {
@@ -86,6 +89,8 @@ _HOME = {
     "Stats": "kvmem.stats",
     "Step": "kvmem.step",
     "Transfer": "kvmem.swapper",
+    "WarmupReport": "kvmem.warming",
+    "warmup": "kvmem.warming",
 }
 
 _MODULES = ("ops", "report")

@@ -45,9 +45,10 @@ def token_array(name: str, tokens: object, *, check_values: bool = True) -> Toke
     is_native = array.dtype == _INT32
     if not is_native or check_values:
         check_token_values(name, array)
-    if is_native and array.flags.c_contiguous:
+    if is_native and array.flags.carray:
         return array
-    return np.ascontiguousarray(array, np.int32)
+    # To compiled code a read-only array is another type: another compilation, of seconds.
+    return np.require(array, np.int32, ("C_CONTIGUOUS", "ALIGNED", "WRITEABLE"))
 
 
 def check_token_values(name: str, array: NDArray[Any]) -> None:

@@ -31,8 +31,10 @@ def move_frames(
     overlapping; the ids are 1-D int32 or int64. The GIL is released for the whole copy, which
     runs on the calling thread alone: a store's worker calls it beside the compute.
 
-    Raises TypeError or ValueError before a byte is written; a target named twice is one. With
-    ``check=False`` ids are trusted. Cost: the bytes at nearly the speed of memcpy.
+    Frames of any size and at any address; whole multiples of 64 bytes at an address of that kind
+    are fastest. Raises TypeError or ValueError before a byte is written; a target named twice is
+    one. With ``check=False`` ids are trusted. Cost: the bytes at the speed of one large memcpy,
+    past the caches: what is read back at once should go through `copy_blocks`.
     """
     if check:
         source = checks.array("source_arena", source_arena, _BYTE, (None, None), contiguous=True)
@@ -48,8 +50,8 @@ def move_frames(
             raise ValueError("source_arena and target_arena overlap; use copy_blocks inside one")
     from cuda_kernels.frames import cpu
 
-    word = cpu.widest_word(target_arena, source_arena)
-    cpu.move(target_arena.view(word), target_ids, source_arena.view(word), source_ids)
+    move = cpu.move_plainly if cpu.JIT_DISABLED else cpu.move
+    move(target_arena, target_ids, source_arena, source_ids)
 
 
 def fill_frames(

@@ -54,6 +54,19 @@ check(results[0, 3])
 """
 )
 
+MOVES = """
+import numpy as np
+from cuda_kernels import move_frames
+rng = np.random.default_rng(0)
+for frame_bytes in (1, 64, 1000, 4096):
+    source = rng.integers(0, 256, (7, frame_bytes), np.uint8)
+    target = np.full((9, frame_bytes), 255, np.uint8)
+    expected = target.copy()
+    expected[[8, 2]] = source[[3, 6]]
+    move_frames(target, np.array([8, 2]), source, np.array([3, 6]))
+    assert np.array_equal(target, expected), frame_bytes
+"""
+
 IMPORT = """
 import sys
 import cuda_kernels
@@ -85,6 +98,15 @@ def test_generic_cpu() -> None:
 def test_two_python_threads_under_workqueue(threads: str) -> None:
     """Two threads inside workqueue's parallel code abort the process; the lock keeps them out."""
     run_python(WORKQUEUE, NUMBA_THREADING_LAYER="workqueue", NUMBA_NUM_THREADS=threads)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}, {"NUMBA_DISABLE_JIT": "1"}],
+    ids=["generic", "python"],
+)
+def test_moves_without_the_instructions_of_this_processor(environment: dict[str, str]) -> None:
+    run_python(MOVES, **environment)
 
 
 def test_import_loads_neither_numba_nor_torch() -> None:

@@ -133,14 +133,48 @@ def test_self_copy_does_nothing(seed: int) -> None:
     assert same_bits(arguments["arena"][:6], expected[:6])
 
 
-@pytest.mark.parametrize("frame_bytes", [1, 6, 12, 64, 4096])
-def test_move_frames(seed: int, frame_bytes: int) -> None:
+def placed(shape: tuple[int, int], offset: int) -> tuple[np.ndarray, np.ndarray]:
+    """An arena of NaN bits that begins ``offset`` bytes behind a multiple of 64, and the memory
+    that it lies in, NaN bits too."""
+    size = shape[0] * shape[1]
+    memory = np.full(size + 256, 0xFF, np.uint8)
+    start = -memory.ctypes.data % 64 + 64 + offset
+    return memory[start : start + size].reshape(shape), memory
+
+
+FRAME_BYTES = (1, 2, 6, 12, 63, 64, 65, 127, 128, 191, 640, 4096, 4097)
+
+
+@pytest.mark.parametrize("target_offset", [0, 1, 33, 63])
+def test_move_frames(seed: int, target_offset: int) -> None:
+    """Any size at any address: the named frames change, nothing else in or around the arena."""
     rng = np.random.default_rng(seed)
-    for moves in (0, 1, 9):
-        arguments = MOVE.make_inputs(rng, num_frames=12, frame_bytes=frame_bytes, num_moves=moves)
-        expected = MOVE.reference(arguments)
-        cuda_kernels.move_frames(**arguments)
-        assert same_bits(arguments["target_arena"], expected)
+    for frame_bytes in (*FRAME_BYTES, *rng.integers(1, 7000, 6).tolist()):
+        for moves in (0, 1, 9):
+            arguments = MOVE.make_inputs(
+                rng, num_frames=12, frame_bytes=frame_bytes, num_moves=moves
+            )
+            target, memory = placed((12, frame_bytes), target_offset)
+            source, _ = placed((12, frame_bytes), int(rng.integers(0, 64)))
+            source[:] = arguments["source_arena"]
+            arguments |= {"target_arena": target, "source_arena": source}
+            expected = MOVE.reference(arguments)
+            cuda_kernels.move_frames(**arguments)
+            assert same_bits(target, expected), (frame_bytes, moves)
+            target[:] = 0xFF
+            assert (memory == 0xFF).all(), (frame_bytes, moves)
+
+
+def test_move_frames_of_many_megabytes(seed: int) -> None:
+    """More than the caches hold, no multiple of a line, source and target askew."""
+    rng = np.random.default_rng(seed)
+    frame_bytes = 5 * 2**20 + 37
+    source, _ = placed((3, frame_bytes), 5)
+    source[:] = rng.integers(0, 256, source.shape, np.uint8)
+    target, _ = placed((3, frame_bytes), 60)
+    cuda_kernels.move_frames(target, np.array([2, 0]), source, np.array([1, 2]))
+    assert same_bits(target[[2, 0]], source[[1, 2]])
+    assert (target[1] == 0xFF).all()
 
 
 def test_fill_frames(seed: int) -> None:

@@ -147,14 +147,11 @@ def _cut(
     return num_tasks, num_merges, slots, positions
 
 
-def cut(
-    rows: Rows, num_kv_heads: int, tile_tokens: int, window: int, enough: int, num_threads: int
-) -> Tasks:
+def cut(rows: Rows, num_kv_heads: int, tile_tokens: int, window: int, enough: int) -> Tasks:
     """Cut a batch into tasks of (row, KV head, query tile[, split]).
 
-    Splits become tasks only where there are fewer than ``enough`` tasks without. The tasks are
-    dealt like cards to ``num_threads`` hands, since late tiles of a prompt read more than early
-    ones. Neither changes a bit of the result.
+    Splits become tasks only where there are fewer than ``enough`` tasks without; the result is
+    the same to the last bit.
     """
     none = np.empty((0, NUM_COLUMNS), np.int64)
     arguments = (rows.seq_lens, rows.query_start, num_kv_heads, tile_tokens, window)
@@ -166,7 +163,15 @@ def cut(
     tasks = np.empty((num_tasks, NUM_COLUMNS), np.int64)
     merges = np.empty((num_merges, NUM_COLUMNS), np.int64)
     _cut(tasks, merges, *arguments, by_split)
-    if num_threads > 1 and num_tasks > num_threads:
-        hands = [np.arange(hand, num_tasks, num_threads) for hand in range(num_threads)]
-        tasks = tasks[np.concatenate(hands)]
     return Tasks(tasks, merges, num_slots, num_positions)
+
+
+def deal(tasks: NDArray[np.int64], num_threads: int) -> NDArray[np.int64]:
+    """Deal tasks like cards to so many hands, where each thread takes one stretch of them.
+
+    Late tiles of a prompt read more than early ones.
+    """
+    if num_threads == 1 or tasks.shape[0] <= num_threads:
+        return tasks
+    hands = [np.arange(hand, tasks.shape[0], num_threads) for hand in range(num_threads)]
+    return tasks[np.concatenate(hands)]

@@ -64,6 +64,7 @@ from cuda_kernels.vectors import (
 )
 
 TILE = 64
+_STEP = 8  # positions between requests for V ahead
 ADDRESS_BYTES = 8
 SCORE_BYTES = 4 * QUAD  # of a position: one score a row
 CHUNK_BYTES = QUAD * 2 * VECTOR_BYTES  # of a packed query or of sums
@@ -272,18 +273,20 @@ def add_tile_of(
     """
     chunks = num_chunks(dims)
     size = tag_bytes(tag)
+    rows_a_step = (_STEP + chunks - 1) // chunks if ahead_lines > 0 else 0
+    row_ahead = 0
     for chunk in range(chunks):
         at = min(chunk * PAIR, dims - PAIR) * size
-        first_line = ahead_lines * chunk // chunks
-        last_line = ahead_lines * (chunk + 1) // chunks
         into = sums + chunk * CHUNK_BYTES
         chunk_sums = load_eight(into)
-        for position in range(first, last + 1):
-            row = load_int64(values + position * ADDRESS_BYTES)
-            if first_line < last_line:
-                prefetch_rows(ahead, position, position + 1, first_line, last_line)
-            pair = load_pair(row + at, tag)
-            chunk_sums = add_weighted(chunk_sums, pair, weights + position * SCORE_BYTES)
+        for step in range(first, last + 1, _STEP):
+            next_ahead = min(row_ahead + rows_a_step, TILE)
+            prefetch_rows(ahead, row_ahead, next_ahead, 0, ahead_lines)
+            row_ahead = next_ahead
+            for position in range(step, min(step + _STEP, last + 1)):
+                row = load_int64(values + position * ADDRESS_BYTES)
+                pair = load_pair(row + at, tag)
+                chunk_sums = add_weighted(chunk_sums, pair, weights + position * SCORE_BYTES)
         store_eight(into, chunk_sums)
 
 

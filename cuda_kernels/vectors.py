@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 from cuda_kernels import vector_ir as vir

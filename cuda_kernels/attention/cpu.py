@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cuda_kernels.attention import tasks as cutting
 from cuda_kernels.attention.call import CALL, RECORD_POINTER
-from cuda_kernels.attention.quad import ADDRESS_BYTES, QUAD, num_chunks
+from cuda_kernels.attention.quad import ADDRESS_BYTES, num_chunks
 from cuda_kernels.attention.request import Plane, Request, address, clear_empty_rows
 from cuda_kernels.attention.state import state_bytes
 from cuda_kernels.attention.tasks import NUM_COLUMNS
@@ -29,6 +29,7 @@ from cuda_kernels.dtypes import Bits
 from cuda_kernels.launch import launch_parallel
 from cuda_kernels.simd import address_of, fetch_add
 from cuda_kernels.threads import call_here, call_on_all_threads
+from cuda_kernels.vectors import QUAD
 
 # Query rows (tokens times heads of a group) a tile aims at.
 TILE_ROWS = 64

@@ -7,8 +7,9 @@
             V rows, where they lie  --  add_tile: sums [chunk][4][PAIR]
 
 A *row* is one query head of one token, a *quad* four of them: the heads of a group at decode,
-neighbours in (token, head) order in a prompt. A *chunk* is `PAIR` elements of a row of K or V, two vectors;
-where the width is no multiple of that, the last chunk starts early and overlaps the one before.
+neighbours in (token, head) order in a prompt. A *chunk* is `PAIR` elements of a row of K or V, two
+vectors; where the width is no multiple of that, the last chunk starts early and overlaps the one
+before.
 
 K and V are read in place, through tables of 64 addresses, so block size and layout are none of
 these loops' business. They are also asked for one tile ahead, which is what makes paged K/V as

@@ -108,6 +108,18 @@ def store_line_past_cache(context: Any, address: Any, line: Any) -> Typed:
 
 
 @intrinsic
+def copy_bytes(context: Any, target: Any, source: Any, size: Any) -> Typed:
+    """memcpy of some bytes; not for ranges that overlap."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        into, source = (pointer(builder, where, _INT8) for where in arguments[:2])
+        cgutils.raw_memcpy(builder, into, source, arguments[2], 1)
+        return target.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
 def fence(context: Any) -> Typed:
     """Order all stores before it, non-temporal ones too, before all later loads and stores.
 

@@ -6,9 +6,18 @@ its parallel caller and optimise it once more, which takes a third of a first ca
 
 from __future__ import annotations
 
-from numba import njit, prange
+from typing import Any
 
-from cuda_kernels.simd import call_address
+from numba import njit, prange
+from numpy.typing import NDArray
+
+from cuda_kernels.simd import address_of, call_address
+
+
+@njit(cache=True, _nrt=False)
+def address(array: NDArray[Any]) -> int:
+    """The address of an array's first element: 0.2 us, a fifth of what NumPy takes to tell."""
+    return address_of(array)
 
 
 @njit(cache=True, nogil=True)

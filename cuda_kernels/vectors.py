@@ -160,17 +160,6 @@ def store_float(context: Any, address: Any, value: Any) -> Typed:
     return types.void(types.int64, types.float32), vir.emit(build)
 
 
-@intrinsic
-def copy_bytes(context: Any, target: Any, source: Any, size: Any) -> Typed:
-    """memcpy."""
-
-    def build(b: Any, target: Any, source: Any, size: Any) -> None:
-        byte = ir.IntType(8)
-        cgutils.raw_memcpy(b, pointer(b, target, byte), pointer(b, source, byte), size, 1)
-
-    return types.void(types.int64, types.int64, types.int64), vir.emit(build)
-
-
 # Arithmetic, lane by lane.
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from cuda_kernels import checks
 from cuda_kernels.dtypes import StorageDtype, storage_dtype
+from cuda_kernels.plane import plane_of
 
 if TYPE_CHECKING:
     from cuda_kernels.attention.tasks import Rows
@@ -50,7 +51,8 @@ def paged_attention(
     the storage dtype. Query head ``h`` reads KV head ``h // (num_heads // num_kv_heads)``. A frame
     holds the key plane ``[num_kv_heads, block_size, head_dim]`` at ``key_offset`` elements and
     the value plane ``[num_kv_heads, block_size, value_dim]`` at ``value_offset``; the latter in
-    ``value_arena`` if it is given, an array like ``arena`` with as many frames.
+    ``value_arena`` if it is given, an array like ``arena`` with as many frames. With ``layout``
+    "NHD" the planes are ``[block_size, num_kv_heads, ...]`` instead; the result has the same bits.
 
     Rows are ragged: block ``j`` of row ``i`` lies in frame ``table[table_start[i] + j]`` (int32);
     the row's tokens are ``query_start[i] <= t < query_start[i + 1]`` and are the last ones of its
@@ -71,8 +73,8 @@ def paged_attention(
 
     Raises TypeError or ValueError before a byte is written. ``check=False`` trusts arrays and
     tables. Cost: the K/V of each row once for every 64 query rows of a KV head, and 2 *
-    (head_dim + value_dim) flops a query head and position, on Numba's threads with the GIL
-    released; float32 scratch of the size of query and out.
+    (head_dim + value_dim) flops a query head and position (for heads and tokens in fours), on
+    Numba's threads with the GIL released; scratch of 100 KB or so a thread.
     """
     storage = storage_dtype(dtype)
     values = arena if value_arena is None else value_arena
@@ -116,8 +118,8 @@ def paged_attention(
             lse,
             rows,
             storage.kind,
-            request.plane(layout, int(key_offset), heads, size, int(head_dim)),
-            request.plane(layout, int(value_offset), heads, size, int(value_dim)),
+            plane_of(layout, int(key_offset), heads, size, int(head_dim)),
+            plane_of(layout, int(value_offset), heads, size, int(value_dim)),
             size,
             heads,
             head_dim**-0.5 if scale is None else float(scale),

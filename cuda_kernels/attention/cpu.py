@@ -21,14 +21,16 @@ from numpy.typing import NDArray
 from cuda_kernels.attention import tasks as cutting
 from cuda_kernels.attention.call import CALL, RECORD_POINTER
 from cuda_kernels.attention.quad import ADDRESS_BYTES, num_chunks
-from cuda_kernels.attention.request import Plane, Request, address, clear_empty_rows
+from cuda_kernels.attention.request import Request, clear_empty_rows
+from cuda_kernels.attention.room import scratch_size
 from cuda_kernels.attention.state import state_bytes
 from cuda_kernels.attention.tasks import NUM_COLUMNS
-from cuda_kernels.attention.walk import run_merge, run_task, scratch_size
+from cuda_kernels.attention.walk import run_merge, run_task
 from cuda_kernels.dtypes import Bits
 from cuda_kernels.launch import launch_parallel
+from cuda_kernels.plane import Plane
 from cuda_kernels.simd import address_of, fetch_add
-from cuda_kernels.threads import call_here, call_on_all_threads
+from cuda_kernels.threads import address, call_here, call_on_all_threads
 from cuda_kernels.vectors import QUAD
 
 # Query rows (tokens times heads of a group) a tile aims at.
@@ -105,7 +107,7 @@ def attend(request: Request) -> None:
     """Run the twin; cost and guarantees are those of `paged_attention`."""
     rows, query, out, lse = request.rows, request.query, request.out, request.lse
     group = query.shape[1] // request.num_kv_heads
-    longest = int(np.diff(rows.query_start).max(initial=0))
+    longest, empty = cutting.survey(rows.seq_lens, rows.query_start)
     if longest == 0:
         return
     if query.strides[2] != query.itemsize:
@@ -114,18 +116,18 @@ def attend(request: Request) -> None:
         out = np.empty(out.shape, out.dtype)
     tile_tokens = max(1, min(TILE_ROWS // group, longest))
     num_threads = numba.get_num_threads()
-    cut = cutting.cut(
-        rows,
+    tasks, merges, num_slots, num_positions = cutting.cut(
+        rows.seq_lens,
+        rows.query_start,
         request.num_kv_heads,
         tile_tokens,
         request.window,
         ENOUGH_TASKS if num_threads > 1 else 0,
     )
     scratch_bytes, slot_bytes = sizes(tile_tokens * group, request.key.dims, request.value.dims)
-    workspace = np.empty(cut.num_slots * slot_bytes, np.uint8)
+    workspace = np.empty(num_slots * slot_bytes, np.uint8)
     ticket = np.zeros(1, np.int64)
     slopes, sinks = in_log2(request.alibi), in_log2(request.sinks)
-    # Its address is asked of the integers: that of a record array takes 40 us.
     call = np.empty(CALL.itemsize // 8, np.int64)
     call.view(CALL)[0] = (
         *(address(query), *query.strides[:2]),
@@ -137,20 +139,21 @@ def attend(request: Request) -> None:
         *(address(rows.seq_lens), address(rows.query_start)),
         *(request.block_size, request.key.dims, request.value.dims, group),
         *(request.window, address_or_zero(slopes), address_or_zero(sinks)),
-        *(address(cut.tasks), cut.tasks.shape[0], address(cut.merges), cut.merges.shape[0]),
+        *(address(tasks), tasks.shape[0], address(merges), merges.shape[0]),
         *(address(workspace), slot_bytes, address(ticket)),
         *(scratch_bytes, request.kind, query.itemsize),
         *scales(request),
     )
     quads = (tile_tokens * group + QUAD - 1) // QUAD
-    work = cut.num_positions * quads * (request.key.dims + request.value.dims)
+    work = num_positions * quads * (request.key.dims + request.value.dims)
     if num_threads == 1 or work < SMALL_WORK:
         call_here(take_tasks.address, address(call))
     else:
         launch_parallel(call_on_all_threads, take_tasks.address, address(call), num_threads)
-    if cut.merges.shape[0]:
+    if merges.shape[0]:
         call_here(merge_all.address, address(call))
     if out is not request.out:
         num_tokens = int(rows.query_start[-1])
         request.out[:num_tokens] = out[:num_tokens]
-    clear_empty_rows(request)
+    if empty:
+        clear_empty_rows(request)

@@ -253,14 +253,16 @@ def attend(request: Request) -> None:
     result = np.empty((num_tokens, num_heads, geometry.value_dim), np.float32)
     lse = np.empty((num_tokens, num_heads), np.float32)
     num_threads = numba.get_num_threads()
-    cut = cutting.cut(rows, num_kv_heads, tile_tokens, rules.window, ENOUGH_TASKS)
+    tasks, merges, num_slots, _ = cutting.cut(
+        rows.seq_lens, rows.query_start, num_kv_heads, tile_tokens, rules.window, ENOUGH_TASKS
+    )
     part_size = tile_rows * (geometry.panels * PANEL + 2)
     scratch_size = 2 * part_size + TILE_KEYS * (
         geometry.padded_dim + geometry.panels * PANEL + tile_rows
     )
-    workspace = np.empty((cut.num_slots, part_size), np.float32)
+    workspace = np.empty((num_slots, part_size), np.float32)
     arguments = (
-        cutting.deal(cut.tasks, num_threads),
+        cutting.deal(tasks, num_threads),
         scratch_size,
         packed.reshape(num_kv_heads, -1),
         result,
@@ -273,8 +275,8 @@ def attend(request: Request) -> None:
         rules,
     )
     launch_parallel(run_tasks, *arguments)
-    if cut.merges.shape[0]:
-        run_merges(cut.merges, result, lse, workspace, rows, geometry, rules, num_kv_heads)
+    if merges.shape[0]:
+        run_merges(merges, result, lse, workspace, rows, geometry, rules, num_kv_heads)
     out = np.empty(result.shape, request.out.dtype)
     unpack_output(out, result, geometry.kind, num_tokens)
     request.out[:num_tokens] = out

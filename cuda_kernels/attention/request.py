@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cuda_kernels.attention.tasks import Rows
 from cuda_kernels.dtypes import Bits
-
-
-class Plane(NamedTuple):
-    """Where K or V of the layer lie in a frame, in elements; rows of `dims` are contiguous."""
-
-    offset: int
-    head_stride: int
-    token_stride: int
-    dims: int
+from cuda_kernels.plane import Plane
 
 
 class Request(NamedTuple):
@@ -41,23 +33,9 @@ class Request(NamedTuple):
     sinks: NDArray[np.float32] | None
 
 
-def address(array: NDArray[Any]) -> int:
-    """The address of an array's first element."""
-    return int(array.__array_interface__["data"][0])
-
-
-def plane(layout: str, offset: int, num_heads: int, block_size: int, dims: int) -> Plane:
-    """The plane of a layout: "HND" is ``[heads, block, dims]``, "NHD" ``[block, heads, dims]``."""
-    if layout == "HND":
-        return Plane(offset, block_size * dims, dims, dims)
-    return Plane(offset, dims, num_heads * dims, dims)
-
-
 def clear_empty_rows(request: Request) -> None:
     """Rows of length 0 attend to nothing: zeros, log-sum-exp -inf."""
     lens = request.rows.seq_lens
-    if lens.all():
-        return
     for row in np.flatnonzero(lens == 0):
         start, stop = request.rows.query_start[row : row + 2]
         request.out[start:stop] = 0

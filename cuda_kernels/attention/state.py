@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from cuda_kernels.attention.quad import CHUNK_BYTES, num_chunks, quad_code, scale_rows
+from cuda_kernels.simd import copy_bytes
 from cuda_kernels.vectors import (
     PAIR,
     QUAD,
     VECTOR_BYTES,
     add,
-    copy_bytes,
     divide,
     exp2,
     finite_or_zero,

@@ -8,14 +8,13 @@ at decode and in a prompt.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cuda_kernels.attention.quad import (
     ADDRESS_BYTES,
     CHUNK_BYTES,
-    SCORE_BYTES,
     TILE,
     bend_and_mask,
     num_chunks,
@@ -23,31 +22,37 @@ from cuda_kernels.attention.quad import (
     quad_code,
     weigh_tile,
 )
+from cuda_kernels.attention.room import (
+    NARROW_BYTES,
+    SPARE_BYTES,
+    TABLE_BYTES,
+    Query,
+    Room,
+    lay_out,
+    pack_query,
+    spread_by_head,
+    take_query,
+    with_part,
+)
 from cuda_kernels.attention.state import clear, divide_by_total, fold, state_bytes
 from cuda_kernels.attention.storage import (
     add_tile,
     add_tile_row,
     dot_tile,
-    pack_row,
     store_row,
 )
 from cuda_kernels.attention.tasks import (
-    HEAD,
-    NUM_TOKENS,
-    ROW,
     SLOT,
     SPLIT,
     SPLIT_TOKENS,
-    TOKEN,
     first_read,
 )
-from cuda_kernels.simd import LINE_BYTES
+from cuda_kernels.simd import LINE_BYTES, copy_bytes
 from cuda_kernels.vectors import (
     PAIR,
     QUAD,
     QUAD_STEP,
     VECTOR_BYTES,
-    copy_bytes,
     load_float,
     load_int32,
     load_int64,
@@ -58,86 +63,6 @@ from cuda_kernels.vectors import (
 )
 
 _MINUS_INFINITY = np.float32(-np.inf)
-_TABLE_BYTES = TILE * ADDRESS_BYTES
-_SPARE_BYTES = 2 * VECTOR_BYTES
-_NARROW_BYTES = TILE * _SPARE_BYTES
-
-
-class Query(NamedTuple):
-    """A query tile: which rows they are, and where they stand."""
-
-    row: int
-    head: int  # KV head
-    token: int  # of the batch: the tile's first
-    num_tokens: int
-    position: int  # of the first token
-    quads: int
-
-
-class Room(NamedTuple):
-    """A task's scratch, by address."""
-
-    keys: int  # two tables of row addresses: of tiles with even and with odd numbers
-    values: int
-    scores: int
-    positions: int  # of each row: int64
-    firsts: int  # what a row attends to in this tile, from the tile's start: float32
-    lasts: int
-    spare: int  # a pair
-    narrow: int  # copies of narrow K rows, then of narrow V rows
-    slopes: int  # of each row: float32
-    packed: int
-    total: int
-    part: int
-
-
-@quad_code
-def scratch_size(rows: int, head_dim: int, value_dim: int) -> int:
-    """Bytes of scratch that a task of up to `rows` query rows needs, alignment included."""
-    quads = (rows + QUAD - 1) // QUAD
-    size = 4 * _TABLE_BYTES + TILE * SCORE_BYTES + 2 * _NARROW_BYTES + _SPARE_BYTES + LINE_BYTES
-    size += quads * QUAD * (ADDRESS_BYTES + 4 + 4 + 4)
-    size += quads * (num_chunks(head_dim) * CHUNK_BYTES + 2 * state_bytes(num_chunks(value_dim)))
-    return size
-
-
-@quad_code
-def lay_out(scratch: int, quads: int, head_dim: int, value_dim: int) -> Room:
-    """Cut scratch into its parts, the largest vectors first, from a multiple of 64 on."""
-    packed = (scratch + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
-    total = packed + quads * num_chunks(head_dim) * CHUNK_BYTES
-    part = total + quads * state_bytes(num_chunks(value_dim))
-    spare = part + quads * state_bytes(num_chunks(value_dim))
-    narrow = spare + _SPARE_BYTES
-    scores = narrow + 2 * _NARROW_BYTES
-    keys = scores + TILE * SCORE_BYTES
-    values = keys + 2 * _TABLE_BYTES
-    positions = values + 2 * _TABLE_BYTES
-    firsts = positions + quads * QUAD * ADDRESS_BYTES
-    lasts = firsts + quads * QUAD * 4
-    slopes = lasts + quads * QUAD * 4
-    return Room(
-        keys, values, scores, positions, firsts, lasts, spare, narrow, slopes, packed, total, part
-    )
-
-
-@quad_code
-def with_part(room: Room, part: int) -> Room:
-    """The same room, with the parts of the quads elsewhere: in the workspace."""
-    return Room(
-        room.keys,
-        room.values,
-        room.scores,
-        room.positions,
-        room.firsts,
-        room.lasts,
-        room.spare,
-        room.narrow,
-        room.slopes,
-        room.packed,
-        room.total,
-        part,
-    )
 
 
 @quad_code
@@ -183,59 +108,11 @@ def find_rows(
 def copy_narrow_rows(table: int, copies: int, row_bytes: int) -> None:
     """Copy 64 rows that are narrower than a pair beside zeros, and point the table there."""
     for k in range(TILE):
-        copy = copies + k * _SPARE_BYTES
+        copy = copies + k * SPARE_BYTES
         store(copy, zeros())
         store(copy + VECTOR_BYTES, zeros())
         copy_bytes(copy, load_int64(table + k * ADDRESS_BYTES), row_bytes)
         store_int64(table + k * ADDRESS_BYTES, copy)
-
-
-@quad_code
-def take_query(call: Any, task: int) -> Query:
-    """The query tile of a task or merge record at an address."""
-    row = load_int64(task + ROW * ADDRESS_BYTES)
-    num_tokens = load_int64(task + NUM_TOKENS * ADDRESS_BYTES)
-    start = load_int64(call.query_start + ADDRESS_BYTES * row)
-    stop = load_int64(call.query_start + ADDRESS_BYTES * (row + 1))
-    token = start + load_int64(task + TOKEN * ADDRESS_BYTES)
-    position = load_int64(call.seq_lens + ADDRESS_BYTES * row) - stop + token
-    quads = (num_tokens * call.group + QUAD - 1) // QUAD
-    head = load_int64(task + HEAD * ADDRESS_BYTES)
-    return Query(row, head, token, num_tokens, position, quads)
-
-
-@quad_code
-def spread_by_head(into: int, source: int, call: Any, query: Query, otherwise: np.float32) -> None:
-    """For each row of the tile, the float32 of its query head; `otherwise` where source is 0."""
-    for k in range(query.quads * QUAD):
-        value = otherwise
-        if source != 0:
-            head = query.head * call.group + k % call.group
-            value = load_float(source + 4 * head)
-        store_float(into + 4 * k, value)
-
-
-@quad_code
-def pack_query(call: Any, query: Query, room: Room) -> None:
-    """Pack the tile's rows and note their positions; the last quad is filled up with zero rows."""
-    group = call.group
-    quad_bytes = num_chunks(call.head_dim) * CHUNK_BYTES
-    last_quad = room.packed + (query.quads - 1) * quad_bytes
-    for k in range(quad_bytes // VECTOR_BYTES):
-        store(last_quad + k * VECTOR_BYTES, zeros())
-    for k in range(query.num_tokens * group, query.quads * QUAD):
-        last = query.position + query.num_tokens - 1
-        store_int64(room.positions + k * ADDRESS_BYTES, last)
-    k = 0
-    for token in range(query.num_tokens):
-        source = call.query + (query.token + token) * call.query_token
-        source += query.head * group * call.query_head
-        for _ in range(group):
-            packed = room.packed + k // QUAD * quad_bytes
-            pack_row(call.kind, packed, source, k % QUAD, call.head_dim, call.scale, room.spare)
-            store_int64(room.positions + k * ADDRESS_BYTES, query.position + token)
-            source += call.query_head
-            k += 1
 
 
 @quad_code
@@ -274,7 +151,7 @@ def attend_quad(
 
     So many lines of each of the next tile's rows are asked for; 0 for none.
     """
-    side = base // TILE % 2 * _TABLE_BYTES
+    side = base // TILE % 2 * TABLE_BYTES
     low, high, common_low, common_high = find_bounds(room, quad, base, call.window)
     if high < low:
         return
@@ -282,7 +159,7 @@ def attend_quad(
     stop = (high + QUAD_STEP) // QUAD_STEP * QUAD_STEP
     packed = room.packed + quad * num_chunks(call.head_dim) * CHUNK_BYTES
     table = room.keys + side
-    ahead = room.keys + _TABLE_BYTES - side
+    ahead = room.keys + TABLE_BYTES - side
     dims = max(call.head_dim, PAIR)
     dot_tile(call.kind, room.scores, packed, table, start, stop, dims, ahead, key_lines)
     masked = start < common_low or stop > common_high + 1
@@ -296,7 +173,7 @@ def attend_quad(
     peaks = sums + chunks * CHUNK_BYTES
     weigh_tile(room.scores, sums, peaks, peaks + VECTOR_BYTES, start, stop, chunks)
     table = room.values + side
-    ahead = room.values + _TABLE_BYTES - side
+    ahead = room.values + TABLE_BYTES - side
     dims = max(call.value_dim, PAIR)
     if low == common_low and high == common_high:
         add_tile(call.kind, sums, room.scores, table, low, high, dims, ahead, value_lines)
@@ -314,7 +191,7 @@ def find_tile(call: Any, query: Query, room: Room, base: int, low: int, high: in
     """Fill the address tables for the tile at `base`, on its side."""
     first = max(low, base)
     last = min(high, base + TILE - 1)
-    side = base // TILE % 2 * _TABLE_BYTES
+    side = base // TILE % 2 * TABLE_BYTES
     frames = call.table + 4 * load_int64(call.table_start + ADDRESS_BYTES * query.row)
     key = call.key + query.head * call.key_head
     value = call.value + query.head * call.value_head
@@ -334,18 +211,18 @@ def walk(call: Any, query: Query, room: Room, low: int, high: int, whole: bool) 
     chunks = num_chunks(call.value_dim)
     base = low // TILE * TILE
     find_tile(call, query, room, base, low, high)
-    side = base // TILE % 2 * _TABLE_BYTES
+    side = base // TILE % 2 * TABLE_BYTES
     prefetch_rows(room.keys + side, 0, TILE, 0, key_lines)
     prefetch_rows(room.values + side, 0, TILE, 0, value_lines)
     while base <= high:
-        side = base // TILE % 2 * _TABLE_BYTES
+        side = base // TILE % 2 * TABLE_BYTES
         more = base + TILE <= high
         if more:
             find_tile(call, query, room, base + TILE, low, high)
         if call.head_dim < PAIR:
             copy_narrow_rows(room.keys + side, room.narrow, call.head_dim * size)
         if call.value_dim < PAIR:
-            copy_narrow_rows(room.values + side, room.narrow + _NARROW_BYTES, call.value_dim * size)
+            copy_narrow_rows(room.values + side, room.narrow + NARROW_BYTES, call.value_dim * size)
         for quad in range(query.quads):
             # One quad asks for the next tile's rows, on behalf of all.
             ask = more and quad == 0

@@ -167,6 +167,7 @@ WRITE_ROWS: list[tuple[Change, type[Exception], str]] = [
     (to(value=None), TypeError, r"value must be a numpy array"),
     (to(value_offset=1000), ValueError, r"value_offset 1000 puts a plane of 2 x 16 x 8"),
     (to(block_size=-16), ValueError, r"block_size"),
+    (to(layout="hnd"), ValueError, r"layout must be 'HND' or 'NHD', got 'hnd'"),
     (to(dtype="int8"), ValueError, r"'int8' is not supported"),
 ]
 COPY_ROWS: list[tuple[Change, type[Exception], str]] = [

@@ -119,7 +119,7 @@ def test_generated_shapes(seed: int) -> None:
             **rules_of(rng, feature, num_heads),
         )
         try:
-            check_against_reference(arguments, plain_too=number % 2 == 0)
+            check_against_reference(arguments, plain_too=number % 4 == 0)
         except AssertionError as error:
             raise AssertionError(
                 f"shape {number}: {dtype} {feature} {num_heads}/{heads} x {head_dim}, "

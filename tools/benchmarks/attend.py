@@ -2,6 +2,7 @@
 
     .venv/bin/python -m tools.benchmarks.attend                       the usual shapes
     .venv/bin/python -m tools.benchmarks.attend decode --threads 1 2 --dtypes bfloat16 float16
+    .venv/bin/python -m tools.benchmarks.attend layouts --threads 1 --repeats 15
 
 K/V lies in frames of many layers, scattered; several layers are attended in turn, so that nothing
 comes from a cache. Methods run in turns in one process; medians with 10th and 90th percentile, and
@@ -348,6 +349,23 @@ def bench_write(repeats: int, tokens: Sequence[int] = (32, 2048)) -> list[Figure
     return figures
 
 
+def bench_layouts(repeats: int, threads: int = 1) -> list[Figure]:
+    """Head-major beside token-major planes, blocks of 64 beside 16: decode and prefill."""
+    figures = []
+    set_threads(threads)
+    for what, rows, context, tokens in (("decode", 8, 4096, 1), ("prefill of 512", 1, 2048, 512)):
+        methods: Methods = {}
+        for block in (64, 16):
+            for layout in ("HND", "NHD"):
+                shape = Shape(rows, context, block, "bfloat16", threads, layout)
+                name = "ours" if not methods else f"block {block} {layout}"
+                methods[name] = Batch(shape, tokens, most_layers=8 if tokens == 1 else 1).attend
+        shape = Shape(rows, context, 64, "bfloat16", threads)
+        figures += figures_of("layout", shape.name(what), take_turns(methods, repeats))
+        show(figures[-3:], None)
+    return figures
+
+
 def show(figures: Sequence[Figure], read_bytes: int | None) -> None:
     """Print figures as they come; with GB/s where bytes are given."""
     first = figures[0]
@@ -402,6 +420,8 @@ def main() -> int:
         figures += bench_decode(given.repeats, shapes)
     if "prefill" in given.what:
         figures += bench_prefill(given.repeats, shapes)
+    if "layouts" in given.what:
+        figures += bench_layouts(given.repeats, given.threads[0])
     if "write" in given.what:
         figures += bench_write(given.repeats)
     if given.json:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+# Of a plane: [heads, block, dims], or [block, heads, dims].
+LAYOUTS = ("HND", "NHD")
 INTEGER_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
@@ -70,6 +72,14 @@ def plane(name: str, offset: Any, rows: int, block_size: int, width: int, frame:
             f"frame's end: {end} > {frame}"
         )
     return start
+
+
+def layout(value: Any) -> None:
+    """Refuse a name of a plane's layout that isn't known."""
+    if not isinstance(value, str):
+        raise TypeError(f"layout must be a string, 'HND' or 'NHD'; got {type(value).__name__}")
+    if value not in LAYOUTS:
+        raise ValueError(f"layout must be 'HND' or 'NHD', got {value[:40]!r}")
 
 
 def frame_ids(name: str, ids: NDArray[Any], num_frames: int, limit_name: str) -> None:

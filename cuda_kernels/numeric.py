@@ -30,12 +30,15 @@ _E4 = np.float32(0.00961805667)
 _E5 = np.float32(0.00133908674)
 _E6 = np.float32(0.000154614475)
 # tanh(x) = x + x**3 * q(x**2) for |x| <= 0.625, fitted likewise; relative error 2e-8.
-_TANH_SMALL = np.float32(0.625)
+TANH_SMALL = np.float32(0.625)
 _T0 = np.float32(-0.333333286)
 _T1 = np.float32(0.133327328)
 _T2 = np.float32(-0.053844989)
 _T3 = np.float32(0.0209681871)
 _T4 = np.float32(-0.00605369752)
+# The same, for the vector code.
+EXP2_TERMS = tuple(float(term) for term in (_E1, _E2, _E3, _E4, _E5, _E6))
+TANH_TERMS = tuple(float(term) for term in (_T0, _T1, _T2, _T3, _T4))
 _TWO_POW_112 = np.float32(2.0**112)
 
 inner = njit(cache=True, nogil=True, fastmath={"contract"}, error_model="numpy")
@@ -61,7 +64,7 @@ def tanh(x: np.float32) -> np.float32:
     small = x + x * z * (_T0 + z * (_T1 + z * (_T2 + z * (_T3 + z * _T4))))
     big = _ONE - _TWO / (exp(_TWO * size) + _ONE)
     signed = -big if x < np.float32(0) else big
-    return small if size < _TANH_SMALL else signed
+    return small if size < TANH_SMALL else signed
 
 
 @inner

@@ -108,6 +108,18 @@ def store_line_past_cache(context: Any, address: Any, line: Any) -> Typed:
 
 
 @intrinsic
+def copy_bytes(context: Any, target: Any, source: Any, size: Any) -> Typed:
+    """memcpy of some bytes; not for ranges that overlap."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        into, source = (pointer(builder, where, _INT8) for where in arguments[:2])
+        cgutils.raw_memcpy(builder, into, source, arguments[2], 1)
+        return target.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
 def fence(context: Any) -> Typed:
     """Order all stores before it, non-temporal ones too, before all later loads and stores.
 
@@ -150,3 +162,26 @@ def prefetch(context: Any, address: Any) -> Typed:
 def prefetch_near(context: Any, address: Any) -> Typed:
     """Ask for the line at an address, to be read at once (first-level cache)."""
     return types.void(types.int64), _prefetch(3)
+
+
+@intrinsic
+def fetch_add(context: Any, address: Any, amount: Any) -> Typed:
+    """Add to an int64 that threads share, and return what it was: one atomic instruction."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        where = pointer(builder, arguments[0], _INT64)
+        return builder.atomic_rmw("add", where, arguments[1], "monotonic")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def call_address(context: Any, function: Any, argument: Any) -> Typed:
+    """Call the C function `void f(int64)` at an address, such as a `numba.cfunc`'s."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_INT64])
+        builder.call(pointer(builder, arguments[0], kind), [arguments[1]])
+        return target.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate

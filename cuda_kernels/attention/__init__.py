@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from cuda_kernels import checks
 from cuda_kernels.dtypes import StorageDtype, storage_dtype
+from cuda_kernels.plane import plane_of
 
 if TYPE_CHECKING:
-    from cuda_kernels.attention.split import Rules
     from cuda_kernels.attention.tasks import Rows
 
 _FLOAT32 = np.dtype(np.float32)
@@ -41,6 +41,7 @@ def paged_attention(
     sinks: NDArray[np.float32] | None = None,
     lse: NDArray[np.float32] | None = None,
     value_arena: NDArray[Any] | None = None,
+    layout: str = "HND",
     check: bool = True,
 ) -> None:
     """Attend each query token to the positions of its row up to its own; write ``out``.
@@ -50,7 +51,8 @@ def paged_attention(
     the storage dtype. Query head ``h`` reads KV head ``h // (num_heads // num_kv_heads)``. A frame
     holds the key plane ``[num_kv_heads, block_size, head_dim]`` at ``key_offset`` elements and
     the value plane ``[num_kv_heads, block_size, value_dim]`` at ``value_offset``; the latter in
-    ``value_arena`` if it is given, an array like ``arena`` with as many frames.
+    ``value_arena`` if it is given, an array like ``arena`` with as many frames. With ``layout``
+    "NHD" the planes are ``[block_size, num_kv_heads, ...]`` instead; the result has the same bits.
 
     Rows are ragged: block ``j`` of row ``i`` lies in frame ``table[table_start[i] + j]`` (int32);
     the row's tokens are ``query_start[i] <= t < query_start[i + 1]`` and are the last ones of its
@@ -71,12 +73,13 @@ def paged_attention(
 
     Raises TypeError or ValueError before a byte is written. ``check=False`` trusts arrays and
     tables. Cost: the K/V of each row once for every 64 query rows of a KV head, and 2 *
-    (head_dim + value_dim) flops a query head and position, on Numba's threads with the GIL
-    released; float32 scratch of the size of query and out.
+    (head_dim + value_dim) flops a query head and position (for heads and tokens in fours), on
+    Numba's threads with the GIL released; scratch of 100 KB or so a thread.
     """
     storage = storage_dtype(dtype)
     values = arena if value_arena is None else value_arena
     if check:
+        checks.layout(layout)
         _check_arrays(
             out,
             query,
@@ -95,7 +98,7 @@ def paged_attention(
             checks.array("lse", lse, (_FLOAT32,), query.shape[:2])
             checks.writable("lse", lse)
         _check_rows(query.shape[0], table, table_start, seq_lens, query_start)
-    from cuda_kernels.attention import cpu, split, tasks
+    from cuda_kernels.attention import cpu, request, tasks
 
     rows = tasks.Rows(
         table,
@@ -105,54 +108,26 @@ def paged_attention(
     )
     if check:
         _check_tables(rows, int(block_size), int(window or 0), arena.shape[0])
-    num_heads = query.shape[1]
-    target = lse
-    if target is None or not target.flags.c_contiguous:
-        target = np.empty((query.shape[0], num_heads), np.float32)
+    heads, size = int(num_kv_heads), int(block_size)
     cpu.attend(
-        out.view(storage.bits_dtype),
-        query.view(storage.bits_dtype),
-        arena.view(storage.bits_dtype),
-        values.view(storage.bits_dtype),
-        target,
-        rows,
-        split.Geometry(
+        request.Request(
+            out.view(storage.bits_dtype),
+            query.view(storage.bits_dtype),
+            arena.view(storage.bits_dtype),
+            values.view(storage.bits_dtype),
+            lse,
+            rows,
             storage.kind,
-            int(key_offset),
-            int(value_offset),
-            int(block_size),
-            int(head_dim),
-            int(value_dim),
-            (int(head_dim) + 7) // 8 * 8,
-            (int(value_dim) + 31) // 32,
-        ),
-        _rules(num_heads, window, softcap, alibi, sinks),
-        head_dim**-0.5 if scale is None else float(scale),
-        int(num_kv_heads),
-    )
-    if lse is not None and target is not lse:
-        lse[: int(rows.query_start[-1])] = target[: int(rows.query_start[-1])]
-
-
-def _rules(
-    num_heads: int,
-    window: int | None,
-    softcap: float | None,
-    alibi: NDArray[np.float32] | None,
-    sinks: NDArray[np.float32] | None,
-) -> Rules:
-    """What bends the scores, in the twin's terms: neutral values where a feature is off."""
-    from cuda_kernels.attention import split
-
-    if alibi is None:
-        alibi = np.zeros(num_heads, np.float32)
-    if sinks is None:
-        sinks = np.full(num_heads, -np.inf, np.float32)
-    return split.Rules(
-        int(window or 0),
-        np.float32(softcap or 0),
-        np.ascontiguousarray(alibi),
-        np.ascontiguousarray(sinks),
+            plane_of(layout, int(key_offset), heads, size, int(head_dim)),
+            plane_of(layout, int(value_offset), heads, size, int(value_dim)),
+            size,
+            heads,
+            head_dim**-0.5 if scale is None else float(scale),
+            int(window or 0),
+            float(softcap or 0),
+            alibi,
+            sinks,
+        )
     )
 
 

@@ -1,10 +1,12 @@
-"""The CPU twin of `paged_attention`: tasks over (row, KV head, query tile), merged splits.
+"""The CPU twin of `paged_attention`, in explicit vectors: the launch.
 
-A task walks one query tile's positions in splits of 1,024, cut at fixed positions; a split is
-walked in tiles of 64 with the running-maximum softmax, and its partial result is folded into the
-total in ascending order. A lone long row has too few tasks to fill the cores, so there each split
-becomes a task of its own and the same fold comes after: the arithmetic, hence every bit, is the
-same either way.
+A batch is cut into tasks (`tasks.py`), each walks its rows' positions (`walk.py`) in tiles that
+four query rows at a time are held against (`quad.py`). A lone long row has too few tasks to fill
+the cores, so there each split of 1,024 positions becomes a task of its own and the same fold comes
+after: the arithmetic, hence every bit, is the same either way.
+
+Threads take the next task from a shared counter, so a core that other work slows down takes
+fewer. `plain.py` is a second twin of independent arithmetic, which tests hold against this one.
 """
 
 from __future__ import annotations
@@ -13,296 +15,145 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import njit, prange
+from numba import carray, cfunc, njit, types
 from numpy.typing import NDArray
 
 from cuda_kernels.attention import tasks as cutting
-from cuda_kernels.attention.partial import clear, finish, fold, partial_in
-from cuda_kernels.attention.split import Geometry, Rules, attend_split
-from cuda_kernels.attention.tasks import (
-    HEAD,
-    NUM_TOKENS,
-    ROW,
-    SLOT,
-    SPLIT,
-    SPLIT_TOKENS,
-    TOKEN,
-    Rows,
-    first_read,
-)
-from cuda_kernels.attention.tiles import PANEL, TILE_KEYS, tile_code
-from cuda_kernels.dtypes import Bits, Float32s, Int64s
+from cuda_kernels.attention.call import CALL, RECORD_POINTER
+from cuda_kernels.attention.quad import ADDRESS_BYTES, num_chunks
+from cuda_kernels.attention.request import Request, clear_empty_rows
+from cuda_kernels.attention.room import scratch_size
+from cuda_kernels.attention.state import state_bytes
+from cuda_kernels.attention.tasks import NUM_COLUMNS
+from cuda_kernels.attention.walk import run_merge, run_task
+from cuda_kernels.dtypes import Bits
 from cuda_kernels.launch import launch_parallel
-from cuda_kernels.numeric import narrow, widen
+from cuda_kernels.plane import Plane
+from cuda_kernels.simd import address_of, fetch_add
+from cuda_kernels.threads import address, call_here, call_on_all_threads
+from cuda_kernels.vectors import QUAD
 
 # Query rows (tokens times heads of a group) a tile aims at.
 TILE_ROWS = 64
 # From this many tasks on, splits needn't be tasks of their own.
 ENOUGH_TASKS = 64
-# A batch that loads fewer K/V values than this (about 0.5 ms) runs on the calling thread: waking
-# the pool costs little on idle cores, but milliseconds where the engine's own threads fill them.
-SMALL_WORK = 2**19
+# A batch that loads fewer K/V values than this runs on the calling thread: waking the pool costs
+# little on idle cores, but milliseconds where the engine's own threads fill them.
+SMALL_WORK = 2**21
+_LOG2_E = 1.4426950408889634
+
+
+@cfunc(types.void(RECORD_POINTER), cache=True, error_model="numpy")
+def take_tasks(calls: Any) -> None:
+    """Run tasks until none is left; several threads may be at it."""
+    call = carray(calls, 1)[0]
+    scratch = np.empty(call.scratch_bytes, np.uint8)
+    room = address_of(scratch)
+    while True:
+        index = fetch_add(call.ticket, 1)
+        if index >= call.num_tasks:
+            break
+        run_task(call, call.tasks + index * NUM_COLUMNS * ADDRESS_BYTES, room)
+    scratch[0] = 0  # Numba would free it after its last mention
+
+
+@cfunc(types.void(RECORD_POINTER), cache=True, error_model="numpy")
+def merge_all(calls: Any) -> None:
+    """Merge the splits that ran as tasks of their own."""
+    call = carray(calls, 1)[0]
+    scratch = np.empty(call.scratch_bytes, np.uint8)
+    room = address_of(scratch)
+    for index in range(call.num_merges):
+        run_merge(call, call.merges + index * NUM_COLUMNS * ADDRESS_BYTES, room)
+    scratch[0] = 0
 
 
 @njit(cache=True, nogil=True)
-def pack_query(packed: Float32s, query: Bits, kind: int, scale: np.float32, group: int) -> None:
-    """query [token][head][dim] to float32 packed [kv head][token * group + g][dim], scaled."""
-    for token in range(query.shape[0]):
-        for head in range(query.shape[1]):
-            kv_head = head // group
-            row = token * group + head - kv_head * group
-            for d in range(query.shape[2]):
-                packed[kv_head, row, d] = widen(query[token, head, d], kind) * scale
+def sizes(tile_rows: int, head_dim: int, value_dim: int) -> tuple[int, int]:
+    """Bytes of a task's scratch and of a partial result."""
+    quads = (tile_rows + QUAD - 1) // QUAD
+    return scratch_size(tile_rows, head_dim, value_dim), quads * state_bytes(num_chunks(value_dim))
 
 
-@njit(cache=True, nogil=True)
-def unpack_output(out: Bits, result: Float32s, kind: int, num_tokens: int) -> None:
-    """float32 [token][head][dim] to the bits of the storage dtype."""
-    for token in range(num_tokens):
-        for head in range(out.shape[1]):
-            for d in range(out.shape[2]):
-                out[token, head, d] = narrow(result[token, head, d], kind)
-
-
-@tile_code
-def padded_rows(num_tokens: int, group: int) -> int:
-    """Query rows of a tile, made even: the inner loops take them in pairs."""
-    return (num_tokens * group + 1) // 2 * 2
-
-
-@tile_code
-def run_task(
-    task: Int64s,
-    packed: Float32s,
-    result: Float32s,
-    lse: Float32s,
-    scratch: Float32s,
-    workspace: Float32s,
-    arena: Bits,
-    values: Bits,
-    rows: Rows,
-    geometry: Geometry,
-    rules: Rules,
-) -> None:
-    """All splits of a query tile, folded and finished; or one split, left in the workspace."""
-    row = task[ROW]
-    head = task[HEAD]
-    n = task[NUM_TOKENS]
-    group = lse.shape[1] // packed.shape[0]
-    tile_rows = padded_rows(n, group)
-    panels = geometry.panels
-    token = rows.query_start[row] + task[TOKEN]
-    position = rows.seq_lens[row] - rows.query_start[row + 1] + token
-    start = token * group * geometry.padded_dim
-    query = packed[head, start : start + tile_rows * geometry.padded_dim]
-    table = rows.table[rows.table_start[row] :]
-    slopes = rules.slopes[head * group : (head + 1) * group]
-    size = tile_rows * (panels * PANEL + 2)
-    total = partial_in(scratch[:size], tile_rows, panels)
-    clear(total)
-    whole = task[SPLIT] < 0
-    first = first_read(position, rules.window) // SPLIT_TOKENS if whole else task[SPLIT]
-    last = (position + n - 1) // SPLIT_TOKENS if whole else first
-    part = partial_in(
-        scratch[size : 2 * size] if whole else workspace[task[SLOT]], tile_rows, panels
-    )
-    for split in range(first, last + 1):
-        attend_split(
-            part,
-            query,
-            tile_rows,
-            n,
-            position,
-            head,
-            split,
-            scratch[2 * size :],
-            arena,
-            values,
-            table,
-            geometry,
-            rules,
-            slopes,
-        )
-        if whole:
-            fold(total, part, tile_rows, panels)
-    if whole:
-        finish(
-            result,
-            lse,
-            total,
-            rules.sinks,
-            tile_rows,
-            n,
-            group,
-            token,
-            head,
-            panels,
-            geometry.value_dim,
-        )
-
-
-@njit(parallel=True, cache=True, nogil=True)
-def run_tasks(
-    tasks: Int64s,
-    scratch_size: int,
-    packed: Float32s,
-    result: Float32s,
-    lse: Float32s,
-    workspace: Float32s,
-    arena: Bits,
-    values: Bits,
-    rows: Rows,
-    geometry: Geometry,
-    rules: Rules,
-) -> None:
-    """Run tasks on all threads of Numba's pool; each task has its own scratch."""
-    for i in prange(tasks.shape[0]):
-        scratch = np.empty(scratch_size, np.float32)
-        run_task(
-            tasks[i], packed, result, lse, scratch, workspace, arena, values, rows, geometry, rules
-        )
-
-
-@njit(cache=True, nogil=True)
-def run_tasks_here(
-    tasks: Int64s,
-    scratch_size: int,
-    packed: Float32s,
-    result: Float32s,
-    lse: Float32s,
-    workspace: Float32s,
-    arena: Bits,
-    values: Bits,
-    rows: Rows,
-    geometry: Geometry,
-    rules: Rules,
-) -> None:
-    """Run tasks on the calling thread."""
-    scratch = np.empty(scratch_size, np.float32)
-    for i in range(tasks.shape[0]):
-        run_task(
-            tasks[i], packed, result, lse, scratch, workspace, arena, values, rows, geometry, rules
-        )
-
-
-@tile_code
-def run_merge(
-    merge: Int64s,
-    buffer: Float32s,
-    result: Float32s,
-    lse: Float32s,
-    workspace: Float32s,
-    rows: Rows,
-    geometry: Geometry,
-    rules: Rules,
-    group: int,
-) -> None:
-    """Fold the splits of one query tile, in ascending order, and finish."""
-    tile_rows = padded_rows(merge[NUM_TOKENS], group)
-    total = partial_in(buffer, tile_rows, geometry.panels)
-    clear(total)
-    for k in range(merge[SPLIT]):
-        part = partial_in(workspace[merge[SLOT] + k], tile_rows, geometry.panels)
-        fold(total, part, tile_rows, geometry.panels)
-    finish(
-        result,
-        lse,
-        total,
-        rules.sinks,
-        tile_rows,
-        merge[NUM_TOKENS],
-        group,
-        rows.query_start[merge[ROW]] + merge[TOKEN],
-        merge[HEAD],
-        geometry.panels,
-        geometry.value_dim,
+def plane_fields(plane: Plane, arena: Bits) -> tuple[int, int, int, int]:
+    """The plane of a record: address, and bytes from frame to frame, head to head, row to row."""
+    size = arena.itemsize
+    return (
+        address(arena) + plane.offset * size,
+        arena.strides[0],
+        plane.head_stride * size,
+        plane.token_stride * size,
     )
 
 
-@njit(cache=True, nogil=True)
-def run_merges(
-    merges: Int64s,
-    result: Float32s,
-    lse: Float32s,
-    workspace: Float32s,
-    rows: Rows,
-    geometry: Geometry,
-    rules: Rules,
-    num_kv_heads: int,
-) -> None:
-    """Merge what ran as tasks of their own. Allocates here: `_nrt=False` code mustn't."""
-    buffer = np.empty(workspace.shape[1], np.float32)
-    group = lse.shape[1] // num_kv_heads
-    for i in range(merges.shape[0]):
-        run_merge(merges[i], buffer, result, lse, workspace, rows, geometry, rules, group)
+def in_log2(values: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
+    """Natural logits in units of log2(e), which is what the exponentials here are to."""
+    return None if values is None else np.multiply(values, _LOG2_E, dtype=np.float32)
 
 
-def clear_empty_rows(rows: Rows, result: NDArray[Any], lse: NDArray[np.float32]) -> None:
-    """Rows of length 0 attend to nothing: zeros, log-sum-exp -inf."""
-    for row in np.flatnonzero(rows.seq_lens == 0):
-        tokens = slice(int(rows.query_start[row]), int(rows.query_start[row + 1]))
-        result[tokens] = 0
-        lse[tokens] = -np.inf
+def address_or_zero(array: NDArray[Any] | None) -> int:
+    """The address of an optional array."""
+    return 0 if array is None else address(array)
 
 
-def attend(
-    out: NDArray[Any],
-    query: NDArray[Any],
-    arena: NDArray[Any],
-    values: NDArray[Any],
-    lse: NDArray[np.float32],
-    rows: Rows,
-    geometry: Geometry,
-    rules: Rules,
-    scale: float,
-    num_kv_heads: int,
-) -> None:
-    """Run the twin. ``out``, ``query`` and arenas hold the bits of the storage dtype."""
-    num_tokens = int(rows.query_start[-1])
-    num_heads = query.shape[1]
-    group = num_heads // num_kv_heads
-    tile_tokens = max(1, TILE_ROWS // group)
-    tile_rows = (tile_tokens * group + 1) // 2 * 2
-    # One row more, zeros: the partner of an odd last row.
-    packed = np.empty((num_kv_heads, num_tokens * group + 1, geometry.padded_dim), np.float32)
-    packed[:, :, geometry.head_dim :] = 0
-    packed[:, -1] = 0
-    pack_query(packed, query[:num_tokens], geometry.kind, np.float32(scale), group)
-    direct = geometry.kind == 0 and out.flags.c_contiguous
-    if direct:
-        result = out.view(np.float32)
-    else:
-        result = np.empty((num_tokens, num_heads, geometry.value_dim), np.float32)
+def scales(request: Request) -> tuple[float, float]:
+    """What queries are multiplied by, and the softcap; both carry the change to base 2."""
+    if request.softcap > 0:
+        return request.scale / request.softcap, request.softcap * _LOG2_E
+    return request.scale * _LOG2_E, 0.0
+
+
+def attend(request: Request) -> None:
+    """Run the twin; cost and guarantees are those of `paged_attention`."""
+    rows, query, out, lse = request.rows, request.query, request.out, request.lse
+    group = query.shape[1] // request.num_kv_heads
+    longest, empty = cutting.survey(rows.seq_lens, rows.query_start)
+    if longest == 0:
+        return
+    if query.strides[2] != query.itemsize:
+        query = np.ascontiguousarray(query)
+    if out.strides[2] != out.itemsize:
+        out = np.empty(out.shape, out.dtype)
+    tile_tokens = max(1, min(TILE_ROWS // group, longest))
     num_threads = numba.get_num_threads()
-    cut = cutting.cut(rows, num_kv_heads, tile_tokens, rules.window, ENOUGH_TASKS, num_threads)
-    part_size = tile_rows * (geometry.panels * PANEL + 2)
-    scratch_size = 2 * part_size + TILE_KEYS * (
-        geometry.padded_dim + geometry.panels * PANEL + tile_rows
+    tasks, merges, num_slots, num_positions = cutting.cut(
+        rows.seq_lens,
+        rows.query_start,
+        request.num_kv_heads,
+        tile_tokens,
+        request.window,
+        ENOUGH_TASKS if num_threads > 1 else 0,
     )
-    workspace = np.empty((cut.num_slots, part_size), np.float32)
-    packed = packed.reshape(num_kv_heads, -1)
-    arguments = (
-        cut.tasks,
-        scratch_size,
-        packed,
-        result,
-        lse,
-        workspace,
-        arena,
-        values,
-        rows,
-        geometry,
-        rules,
+    scratch_bytes, slot_bytes = sizes(tile_tokens * group, request.key.dims, request.value.dims)
+    workspace = np.empty(num_slots * slot_bytes, np.uint8)
+    ticket = np.zeros(1, np.int64)
+    slopes, sinks = in_log2(request.alibi), in_log2(request.sinks)
+    call = np.empty(CALL.itemsize // 8, np.int64)
+    call.view(CALL)[0] = (
+        *(address(query), *query.strides[:2]),
+        *(address(out), *out.strides[:2]),
+        *((0, 0, 0) if lse is None else (address(lse), *lse.strides)),
+        *plane_fields(request.key, request.arena),
+        *plane_fields(request.value, request.values),
+        *(address(rows.table), address(rows.table_start)),
+        *(address(rows.seq_lens), address(rows.query_start)),
+        *(request.block_size, request.key.dims, request.value.dims, group),
+        *(request.window, address_or_zero(slopes), address_or_zero(sinks)),
+        *(address(tasks), tasks.shape[0], address(merges), merges.shape[0]),
+        *(address(workspace), slot_bytes, address(ticket)),
+        *(scratch_bytes, request.kind, query.itemsize),
+        *scales(request),
     )
-    if (
-        num_threads == 1
-        or cut.num_positions * (geometry.head_dim + geometry.value_dim) < SMALL_WORK
-    ):
-        run_tasks_here(*arguments)
+    quads = (tile_tokens * group + QUAD - 1) // QUAD
+    work = num_positions * quads * (request.key.dims + request.value.dims)
+    if num_threads == 1 or work < SMALL_WORK:
+        call_here(take_tasks.address, address(call))
     else:
-        launch_parallel(run_tasks, *arguments)
-    if cut.merges.shape[0]:
-        run_merges(cut.merges, result, lse, workspace, rows, geometry, rules, num_kv_heads)
-    clear_empty_rows(rows, result, lse)
-    if not direct:
-        unpack_output(out, result, geometry.kind, num_tokens)
+        launch_parallel(call_on_all_threads, take_tasks.address, address(call), num_threads)
+    if merges.shape[0]:
+        call_here(merge_all.address, address(call))
+    if out is not request.out:
+        num_tokens = int(rows.query_start[-1])
+        request.out[:num_tokens] = out[:num_tokens]
+    if empty:
+        clear_empty_rows(request)

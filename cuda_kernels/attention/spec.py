@@ -22,10 +22,14 @@ def gather_row(
     heads: int,
     size: int,
     dims: int,
+    layout: str,
 ) -> Float64:
     """The first ``length`` positions of a row's plane, contiguous: ``[heads, length, dims]``."""
     planes = arena[frames, offset : offset + heads * size * dims]
-    planes = planes.reshape(frames.shape[0], heads, size, dims).transpose(1, 0, 2, 3)
+    if layout == "HND":
+        planes = planes.reshape(frames.shape[0], heads, size, dims).transpose(1, 0, 2, 3)
+    else:
+        planes = planes.reshape(frames.shape[0], size, heads, dims).transpose(2, 0, 1, 3)
     return planes.reshape(heads, -1, dims)[:, :length]
 
 
@@ -48,8 +52,9 @@ def reference(arguments: dict[str, Any]) -> tuple[Float64, Float64]:
         frames = a["table"][start : start + -(-length // size)]
         used = bits_to_float(a["arena"][frames], a["dtype"]).astype(np.float64)
         local = np.arange(frames.shape[0])
-        key = gather_row(used, local, length, a["key_offset"], heads, size, head_dim)
-        value = gather_row(used, local, length, a["value_offset"], heads, size, value_dim)
+        layout = a.get("layout", "HND")
+        key = gather_row(used, local, length, a["key_offset"], heads, size, head_dim, layout)
+        value = gather_row(used, local, length, a["value_offset"], heads, size, value_dim, layout)
         positions = np.arange(length - count, length)[:, None]
         for head in range(num_heads):
             kv_head = head // (num_heads // heads)
@@ -88,6 +93,7 @@ def make_inputs(
     value_dim: int,
     block_size: int,
     free_frames: int = 3,
+    layout: str = "HND",
     **rules: Any,
 ) -> dict[str, Any]:
     """Draw arguments of `paged_attention`: scattered frames, NaN wherever no row may read.
@@ -114,7 +120,8 @@ def make_inputs(
             bits[:, length:] = poison
             planes = bits.reshape(num_kv_heads, counts[row], block_size, dims)
             width = num_kv_heads * block_size * dims
-            plane = planes.transpose(1, 0, 2, 3).reshape(counts[row], width)
+            order = (1, 0, 2, 3) if layout == "HND" else (1, 2, 0, 3)
+            plane = planes.transpose(order).reshape(counts[row], width)
             arena[frames, offset : offset + width] = plane
     query_start = np.cumsum([0, *query_lens])
     query = float_to_bits(rng.standard_normal((query_start[-1], num_heads, head_dim)), dtype)
@@ -129,6 +136,7 @@ def make_inputs(
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "value_dim": value_dim,
+        "layout": layout,
         "table": table,
         "table_start": table_start,
         "seq_lens": np.asarray(seq_lens, np.int64),

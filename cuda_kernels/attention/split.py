@@ -31,14 +31,18 @@ _ZERO = np.float32(0)
 
 
 class Geometry(NamedTuple):
-    """Where K and V of the layer lie in a frame, in elements; see `paged_attention`."""
+    """Where K and V of the layer lie in a frame, in elements; see `request.Plane`."""
 
     kind: int
     key_offset: int
-    value_offset: int
-    block_size: int
+    key_head: int
+    key_token: int
     head_dim: int
+    value_offset: int
+    value_head: int
+    value_token: int
     value_dim: int
+    block_size: int
     padded_dim: int  # head_dim up to a multiple of 8
     panels: int  # of 32 values
 
@@ -143,8 +147,8 @@ def attend_split(
     # The padding of both tiles stays zero from here on; packing writes beside it.
     key_tile[:] = _ZERO
     value_tile[:] = _ZERO
-    key_plane = geometry.key_offset + head * geometry.block_size * geometry.head_dim
-    value_plane = geometry.value_offset + head * geometry.block_size * geometry.value_dim
+    key_plane = geometry.key_offset + head * geometry.key_head
+    value_plane = geometry.value_offset + head * geometry.value_head
     low = max(split * SPLIT_TOKENS, first_read(position, rules.window))
     high = min((split + 1) * SPLIT_TOKENS, position + num_tokens) - 1
     base = low // TILE_KEYS * TILE_KEYS
@@ -156,6 +160,7 @@ def attend_split(
             arena,
             geometry.kind,
             key_plane,
+            geometry.key_token,
             geometry.block_size,
             geometry.head_dim,
             table,
@@ -170,6 +175,7 @@ def attend_split(
             values,
             geometry.kind,
             value_plane,
+            geometry.value_token,
             geometry.block_size,
             geometry.value_dim,
             table,

@@ -34,15 +34,6 @@ class Rows(NamedTuple):
     query_start: NDArray[np.int64]
 
 
-class Tasks(NamedTuple):
-    """A cut batch: int64 ``[n, NUM_COLUMNS]`` records, and what they add up to."""
-
-    tasks: NDArray[np.int64]
-    merges: NDArray[np.int64]
-    num_slots: int  # partial results in the workspace
-    num_positions: int  # positions of a KV head loaded, summed over tasks
-
-
 @compiled
 def first_read(position: int, window: int) -> int:
     """The first position that a query at `position` attends to; window 0 means all."""
@@ -147,26 +138,54 @@ def _cut(
     return num_tasks, num_merges, slots, positions
 
 
+@compiled
+def survey(seq_lens: Int64s, query_start: Int64s) -> tuple[int, bool]:
+    """The most query tokens of a row; whether any row is empty."""
+    longest = 0
+    empty = False
+    for row in range(seq_lens.shape[0]):
+        longest = max(longest, query_start[row + 1] - query_start[row])
+        empty |= seq_lens[row] == 0
+    return longest, empty
+
+
+@compiled
 def cut(
-    rows: Rows, num_kv_heads: int, tile_tokens: int, window: int, enough: int, num_threads: int
-) -> Tasks:
+    seq_lens: Int64s,
+    query_start: Int64s,
+    num_kv_heads: int,
+    tile_tokens: int,
+    window: int,
+    enough: int,
+) -> tuple[Int64s, Int64s, int, int]:
     """Cut a batch into tasks of (row, KV head, query tile[, split]).
 
-    Splits become tasks only where there are fewer than ``enough`` tasks without. The tasks are
-    dealt like cards to ``num_threads`` hands, since late tiles of a prompt read more than early
-    ones. Neither changes a bit of the result.
+    Splits become tasks only where there are fewer than ``enough`` tasks without; the result is
+    the same to the last bit. Returns ``[n, NUM_COLUMNS]`` records of tasks and of merges, the
+    number of partial results in the workspace, and the positions of a KV head that tasks load.
     """
     none = np.empty((0, NUM_COLUMNS), np.int64)
-    arguments = (rows.seq_lens, rows.query_start, num_kv_heads, tile_tokens, window)
     by_split = False
-    num_tasks, num_merges, num_slots, num_positions = _cut(none, none, *arguments, by_split)
+    num_tasks, num_merges, num_slots, num_positions = _cut(
+        none, none, seq_lens, query_start, num_kv_heads, tile_tokens, window, by_split
+    )
     if num_tasks < enough:
         by_split = True
-        num_tasks, num_merges, num_slots, num_positions = _cut(none, none, *arguments, by_split)
+        num_tasks, num_merges, num_slots, num_positions = _cut(
+            none, none, seq_lens, query_start, num_kv_heads, tile_tokens, window, by_split
+        )
     tasks = np.empty((num_tasks, NUM_COLUMNS), np.int64)
     merges = np.empty((num_merges, NUM_COLUMNS), np.int64)
-    _cut(tasks, merges, *arguments, by_split)
-    if num_threads > 1 and num_tasks > num_threads:
-        hands = [np.arange(hand, num_tasks, num_threads) for hand in range(num_threads)]
-        tasks = tasks[np.concatenate(hands)]
-    return Tasks(tasks, merges, num_slots, num_positions)
+    _cut(tasks, merges, seq_lens, query_start, num_kv_heads, tile_tokens, window, by_split)
+    return tasks, merges, num_slots, num_positions
+
+
+def deal(tasks: NDArray[np.int64], num_threads: int) -> NDArray[np.int64]:
+    """Deal tasks like cards to so many hands, where each thread takes one stretch of them.
+
+    Late tiles of a prompt read more than early ones.
+    """
+    if num_threads == 1 or tasks.shape[0] <= num_threads:
+        return tasks
+    hands = [np.arange(hand, tasks.shape[0], num_threads) for hand in range(num_threads)]
+    return tasks[np.concatenate(hands)]

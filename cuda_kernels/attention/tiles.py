@@ -47,6 +47,7 @@ def pack_keys(
     arena: Bits,
     kind: int,
     plane: int,
+    stride: int,
     block_size: int,
     dims: int,
     table: Int32s,
@@ -56,8 +57,9 @@ def pack_keys(
 ) -> None:
     """Gather positions low..high of one head, transposed: key_tile[d * 64 + position - base].
 
-    `plane` is the element offset of the head's [block_size, dims] in a frame. Other columns are
-    zeroed. Cost: one strided store an element, repaid by the query rows that share the tile.
+    `plane` is the element offset of the head's first row in a frame, `stride` leads to the next
+    row. Other columns are zeroed. Cost: one strided store an element, repaid by the query rows
+    that share the tile.
     """
     if low > base or high < base + TILE_KEYS - 1:
         key_tile[:] = _ZERO
@@ -66,11 +68,11 @@ def pack_keys(
         block = position // block_size
         offset = position - block * block_size
         run = min(block_size - offset, high - position + 1)
-        start = plane + offset * dims
-        source = arena[np.int64(table[block]), start : start + run * dims]
+        start = plane + offset * stride
+        source = arena[np.int64(table[block]), start : start + (run - 1) * stride + dims]
         for k in range(run):
             column = key_tile[position - base + k :]
-            row = source[k * dims : (k + 1) * dims]
+            row = source[k * stride : k * stride + dims]
             if kind == FLOAT32:
                 for d in range(dims):
                     column[d * TILE_KEYS] = np.uint32(row[d]).view(np.float32)
@@ -89,6 +91,7 @@ def pack_values(
     arena: Bits,
     kind: int,
     plane: int,
+    stride: int,
     block_size: int,
     dims: int,
     table: Int32s,
@@ -107,23 +110,25 @@ def pack_values(
         block = position // block_size
         offset = position - block * block_size
         run = min(block_size - offset, high - position + 1)
-        start = plane + offset * dims
-        source = arena[np.int64(table[block]), start : start + run * dims]
+        start = plane + offset * stride
+        source = arena[np.int64(table[block]), start : start + (run - 1) * stride + dims]
         for panel in range((dims + PANEL - 1) // PANEL):
             width = min(PANEL, dims - panel * PANEL)
             into = (panel * TILE_KEYS + position - base) * PANEL
             target = value_tile[into : into + run * PANEL]
-            _widen_rows(target, source[panel * PANEL :], kind, run, width, dims)
+            _widen_rows(target, source[panel * PANEL :], kind, run, width, stride)
         position += run
     return _all_finite(value_tile)
 
 
 @tile_code
-def _widen_rows(target: Float32s, source: Bits, kind: int, run: int, width: int, dims: int) -> None:
-    """target[k][32] = source[k][dims] for `run` rows, the first `width` values of each."""
+def _widen_rows(
+    target: Float32s, source: Bits, kind: int, run: int, width: int, stride: int
+) -> None:
+    """target[k][32] = source[k * stride] for `run` rows, the first `width` values of each."""
     for k in range(run):
         into = target[k * PANEL : k * PANEL + width]
-        row = source[k * dims : k * dims + width]
+        row = source[k * stride : k * stride + width]
         if kind == FLOAT32:
             for d in range(width):
                 into[d] = np.uint32(row[d]).view(np.float32)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from cuda_kernels import checks
 from cuda_kernels.dtypes import storage_dtype
+from cuda_kernels.plane import plane_of
 
 
 def write_kv(
@@ -25,6 +26,7 @@ def write_kv(
     value_dim: int,
     slot_mapping: NDArray[np.int64],
     value_arena: NDArray[Any] | None = None,
+    layout: str = "HND",
     check: bool = True,
 ) -> None:
     """Store row ``t`` of key and value in slot ``slot_mapping[t]``; -1 skips the row.
@@ -34,7 +36,8 @@ def write_kv(
     value_dim]`` of the same dtype, of any strides. A slot is ``frame * block_size + offset``
     (int32 or int64). A frame holds the key plane ``[num_kv_heads, block_size, head_dim]`` at
     ``key_offset`` elements and the value plane likewise at ``value_offset``; the latter in
-    ``value_arena`` if it is given, an array like ``arena`` with as many frames.
+    ``value_arena`` if it is given, an array like ``arena`` with as many frames. With ``layout``
+    "NHD" the planes are ``[block_size, num_kv_heads, ...]`` instead.
 
     No two rows may name one slot: that is the caller's duty, and what a slot named twice holds is
     undefined. All slots are checked before the first write; TypeError or ValueError then leaves
@@ -44,6 +47,7 @@ def write_kv(
     storage = storage_dtype(dtype)
     values = arena if value_arena is None else value_arena
     if check:
+        checks.layout(layout)
         _check(
             arena,
             values,
@@ -60,7 +64,11 @@ def write_kv(
         )
     from cuda_kernels.cache_write import cpu
 
-    cpu.write(arena, values, key, value, key_offset, value_offset, block_size, slot_mapping)
+    slots = np.ascontiguousarray(slot_mapping, np.int64)
+    heads, size = int(num_kv_heads), int(block_size)
+    for target, rows, offset in ((arena, key, key_offset), (values, value, value_offset)):
+        plane = plane_of(layout, int(offset), heads, size, rows.shape[2])
+        cpu.write(target, rows, plane, size, slots)
 
 
 def _check(

@@ -1,4 +1,4 @@
-"""The CPU twin of `write_kv`: single-threaded, GIL released."""
+"""The CPU twin of `write_kv`: single-threaded, GIL released, rows copied by 64-byte lines."""
 
 from __future__ import annotations
 
@@ -6,41 +6,78 @@ import numpy as np
 from numba import njit
 
 from cuda_kernels.dtypes import Bits, Int64s
+from cuda_kernels.plane import Plane
+from cuda_kernels.simd import LINE_BYTES, copy_bytes, load_line, store_line
+from cuda_kernels.threads import address
 
-compiled = njit(cache=True, nogil=True, _nrt=False)
-
-
-@compiled
-def _store_row(
-    arena: Bits, rows: Bits, token: int, frame: int, plane_offset: int, offset: int, block_size: int
-) -> None:
-    """Store one token's heads in one plane. Offsets are int64 throughout (case 71)."""
-    width = rows.shape[2]
-    for head in range(rows.shape[1]):
-        start = plane_offset + (head * block_size + offset) * width
-        target = arena[frame, start : start + width]
-        source = rows[token, head]
-        for d in range(width):
-            target[d] = source[d]
+compiled = njit(cache=True, nogil=True, error_model="numpy", _nrt=False)
 
 
 @compiled
-def write(
-    arena: Bits,
-    values: Bits,
-    key: Bits,
-    value: Bits,
-    key_offset: int,
-    value_offset: int,
+def copy_row(target: int, source: int, size: int) -> None:
+    """Copy `size` bytes; a last line that isn't whole overlaps the one before.
+
+    Rows of K and V are short: calling memcpy for each would cost as much as the copy.
+    """
+    if size < LINE_BYTES:
+        copy_bytes(target, source, size)
+        return
+    last = size - LINE_BYTES
+    for at in range(0, last, LINE_BYTES):
+        store_line(target + at, load_line(source + at))
+    store_line(target + last, load_line(source + last))
+
+
+@compiled
+def store_rows(
+    slots: Int64s,
     block_size: int,
-    slot_mapping: Int64s,
+    num_heads: int,
+    row_bytes: int,
+    plane: int,
+    frame_bytes: int,
+    head_bytes: int,
+    token_bytes: int,
+    source: int,
+    source_token: int,
+    source_head: int,
 ) -> None:
-    """Write each row whose slot isn't -1."""
-    for token in range(slot_mapping.shape[0]):
-        slot = np.int64(slot_mapping[token])
+    """Store the heads of each token whose slot isn't -1 in one plane; strides are in bytes.
+
+    `plane` is the address of head 0 in frame 0. Offsets are int64 throughout (case 71).
+    """
+    if source_head == row_bytes and head_bytes == row_bytes:
+        # Heads lie side by side in both: one row.
+        row_bytes *= num_heads
+        num_heads = 1
+    for token in range(slots.shape[0]):
+        slot = slots[token]
         if slot < 0:
             continue
         frame = slot // block_size
-        offset = slot - frame * block_size
-        _store_row(arena, key, token, frame, key_offset, offset, block_size)
-        _store_row(values, value, token, frame, value_offset, offset, block_size)
+        target = plane + frame * frame_bytes + (slot - frame * block_size) * token_bytes
+        row = source + token * source_token
+        for _ in range(num_heads):
+            copy_row(target, row, row_bytes)
+            target += head_bytes
+            row += source_head
+
+
+def write(arena: Bits, rows: Bits, plane: Plane, block_size: int, slots: Int64s) -> None:
+    """Store rows ``[num_tokens, num_heads, dims]`` of any strides in a plane of an arena."""
+    size = rows.itemsize
+    if rows.strides[2] != size:
+        rows = np.ascontiguousarray(rows)
+    store_rows(
+        slots,
+        block_size,
+        rows.shape[1],
+        rows.shape[2] * size,
+        address(arena) + plane.offset * size,
+        arena.strides[0],
+        plane.head_stride * size,
+        plane.token_stride * size,
+        address(rows),
+        rows.strides[0],
+        rows.strides[1],
+    )

@@ -15,13 +15,17 @@ def reference(arguments: dict[str, Any]) -> NDArray[Any]:
     """What the arena holds afterwards, slot by slot."""
     a = arguments
     arena: NDArray[Any] = a["arena"].copy()
+    head_major = a.get("layout", "HND") == "HND"
     for token, slot in enumerate(a["slot_mapping"]):
         if slot < 0:
             continue
         frame, offset = divmod(int(slot), a["block_size"])
         for rows, plane in ((a["key"], a["key_offset"]), (a["value"], a["value_offset"])):
             for head in range(a["num_kv_heads"]):
-                start = plane + (head * a["block_size"] + offset) * rows.shape[2]
+                row = head * a["block_size"] + offset
+                if not head_major:
+                    row = offset * a["num_kv_heads"] + head
+                start = plane + row * rows.shape[2]
                 arena[frame, start : start + rows.shape[2]] = rows[token, head]
     return arena
 
@@ -36,6 +40,7 @@ def make_inputs(
     value_dim: int,
     block_size: int,
     skipped: float = 0.2,
+    layout: str = "HND",
 ) -> dict[str, Any]:
     """Draw arguments of `write_kv`: distinct slots in random order, some -1; the arena is NaN."""
     num_frames = num_tokens // block_size + 3
@@ -55,6 +60,7 @@ def make_inputs(
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "value_dim": value_dim,
+        "layout": layout,
         "slot_mapping": slots,
     }
 

@@ -134,6 +134,8 @@ ATTENTION_ROWS: list[tuple[Change, type[Exception], str]] = [
     (to(num_kv_heads=True), TypeError, r"num_kv_heads must be an integer, got a bool"),
     (to(head_dim=0), ValueError, r"head_dim must be an integer from 1"),
     (to(value_dim=-3), ValueError, r"value_dim must be an integer from 1"),
+    (to(layout="HDN"), ValueError, r"layout must be 'HND' or 'NHD', got 'HDN'"),
+    (to(layout=1), TypeError, r"layout must be a string, 'HND' or 'NHD'; got int"),
     (to(window=0), ValueError, r"window must be an integer from 1"),
     (to(window=-4), ValueError, r"window .* got -4"),
     (to(window=2.5), TypeError, r"window must be an integer, got float"),
@@ -165,6 +167,7 @@ WRITE_ROWS: list[tuple[Change, type[Exception], str]] = [
     (to(value=None), TypeError, r"value must be a numpy array"),
     (to(value_offset=1000), ValueError, r"value_offset 1000 puts a plane of 2 x 16 x 8"),
     (to(block_size=-16), ValueError, r"block_size"),
+    (to(layout="hnd"), ValueError, r"layout must be 'HND' or 'NHD', got 'hnd'"),
     (to(dtype="int8"), ValueError, r"'int8' is not supported"),
 ]
 COPY_ROWS: list[tuple[Change, type[Exception], str]] = [

@@ -26,11 +26,25 @@ def check(a):
     assert error <= 5 * SPEC.tolerance[a["dtype"]], error
 """
 
-GENERIC = (
+EVERY_DTYPE = (
     SMOKE
     + """
-check(once(np.random.default_rng(3)))
+for dtype in ("float32", "bfloat16", "float16"):
+    check(once(np.random.default_rng(3), dtype))
 """
+)
+
+# Where the processor has no vectors of 16, LLVM makes two of each: the same code, slower.
+SIXTEEN_LANES = (
+    """
+from numba.core.registry import cpu_target
+codegen = cpu_target.target_context.codegen()
+triple, name, features = codegen.magic_tuple()
+codegen.magic_tuple = lambda: (triple, name, features + ",+avx512f")
+from cuda_kernels import vectors
+assert vectors.LANES == 16
+"""
+    + EVERY_DTYPE
 )
 
 WORKQUEUE = (
@@ -90,8 +104,13 @@ def run_python(source: str, **environment: str) -> None:
 
 
 def test_generic_cpu() -> None:
-    """No fused multiply-add, no AVX: other roundings, same tolerances."""
-    run_python(GENERIC, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="")
+    """No fused multiply-add, no AVX, no conversion of float16: other roundings, same tolerances."""
+    run_python(EVERY_DTYPE, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="")
+
+
+def test_sixteen_lanes() -> None:
+    """What processors with AVX-512 run, on any processor; Numba's cache can't tell the two."""
+    run_python(SIXTEEN_LANES, NUMBA_CACHE_DIR=os.environ["NUMBA_CACHE_DIR"] + "-sixteen")
 
 
 @pytest.mark.parametrize("threads", ["2"])

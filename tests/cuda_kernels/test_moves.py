@@ -24,8 +24,9 @@ def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
     return np.array_equal(left.view(np.uint8), right.view(np.uint8))
 
 
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("dtype", list(STORAGE_DTYPES))
-def test_write_kv(seed: int, dtype: str) -> None:
+def test_write_kv(seed: int, dtype: str, layout: str) -> None:
     rng = np.random.default_rng(seed)
     for block_size in (1, 2, 16, 64):
         for tokens in (0, 1, 70):
@@ -37,6 +38,7 @@ def test_write_kv(seed: int, dtype: str) -> None:
                 head_dim=int(rng.integers(1, 100)),
                 value_dim=int(rng.integers(1, 100)),
                 block_size=block_size,
+                layout=layout,
             )
             expected = WRITE.reference(arguments)
             cuda_kernels.write_kv(**arguments)

@@ -112,6 +112,7 @@ class Manager:
                 each = count_array("counts", counts, len(records), "sequence")
                 total = int(each.sum())
             if total != len(array):
+                check_token_values("tokens", array)
                 raise ValueError(
                     f"tokens has {len(array)} entries, counts ask for {total} over "
                     f"{len(records)} sequences; give one token a sequence, or counts"

@@ -201,7 +201,7 @@ class Runtime:
                 f"truncate it or raise device_blocks"
             )
         if code == codes.IN_STEP:
-            return RuntimeError(f"{row}: a sequence is in an open step; end the step first")
+            return RuntimeError(f"{row} is in an open step; end the step first")
         if code == codes.DRAFTS_PENDING:
             return ValueError(f"{row}: it has unaccepted drafts; call accept() first")
         if code == codes.TOO_MANY_PINS:

@@ -18,6 +18,7 @@ from kvmem.plan import Plan
 from . import decide, ops_sequences, ops_steps, ops_tiers
 from .growth import GrowingState, span_capacity
 from .raising import Refusal, refuse
+from .sealed import plan_of
 from .state import (
     DEVICE,
     GROUP,
@@ -31,7 +32,6 @@ from .step_arrays import (
     IS_FILLED,
     NUM_TOKENS,
     REPORT_LENGTH,
-    SEALED,
     StepArrays,
 )
 from .verify import verify
@@ -230,7 +230,7 @@ class Ledger(GrowingState):
             report = arrays.whole.report.tolist()
         arrays.take(report, self.state.frame_table)
         self.open_steps[arrays.epoch] = arrays
-        plan = self._plan(report) if report[HAS_PLAN] else arrays.plan
+        plan = plan_of(self.state, report) if report[HAS_PLAN] else arrays.plan
         plan.step_epoch = arrays.epoch
         return plan, arrays
 
@@ -241,7 +241,7 @@ class Ledger(GrowingState):
             self.addresses, arrays.addresses, len(arrays.rows), epoch, commit
         )
         self._spare.append(arrays)
-        return self._plan(arrays.whole.report.tolist()) if has_plan else _NO_PLAN
+        return plan_of(self.state, arrays.whole.report.tolist()) if has_plan else _NO_PLAN
 
     def fits(
         self,
@@ -338,27 +338,7 @@ class Ledger(GrowingState):
         """The plan of the call just made; its ids are issued, its lists emptied."""
         if not ops_steps.seal_plan(self.addresses, self._report):
             return _NO_PLAN
-        return self._plan(self._report.tolist())
-
-    def _plan(self, report: list[int]) -> Plan:
-        """The plan whose numbers `seal` left in a report; the lists are copied."""
-        out_id, num_out, out_after_step, out_after_in, *rest = report[SEALED:]
-        in_id, num_in, in_after_step, in_after_out, *rest = rest
-        step_after_in, step_after_out, num_copies, num_fills = rest
-        plan = Plan(step_after_in=step_after_in, step_after_out=step_after_out)
-        if out_id:
-            plan.out_id = out_id
-            plan.out_after_step, plan.out_after_in = out_after_step, out_after_in
-            plan.out_device, plan.out_host, plan.out_tokens = _columns(self.state.out_list, num_out)
-            plan.fill_frames = self.state.fill_list[:num_fills].copy()
-        if in_id:
-            plan.in_id, plan.in_after_step, plan.in_after_out = in_id, in_after_step, in_after_out
-            plan.in_host, plan.in_device, plan.in_tokens = _columns(self.state.in_list, num_in)
-        if num_copies:
-            plan.copy_source, plan.copy_target, plan.copy_tokens = _columns(
-                self.state.copy_list, num_copies
-            )
-        return plan
+        return plan_of(self.state, self._report.tolist())
 
     def retire(self, out_id: int, in_id: int) -> None:
         """Note that transfers up to these ids are done."""
@@ -399,12 +379,6 @@ _NO_IDS = np.zeros(0, np.int32)
 _NO_IDS.setflags(write=False)
 _ONE_EACH = np.zeros(0, np.int64)  # counts that were not given
 _NO_PLAN = Plan()  # of a call that moves nothing
-
-
-def _columns(array: NDArray[np.int32], count: int) -> tuple[Ids, Ids, Ids]:
-    """The three columns of a plan list, copied so that the list can be used again."""
-    rows = array[:count].T.copy()
-    return rows[0], rows[1], rows[2]
 
 
 __all__ = ["Ledger", "Refusal", "StepArrays"]

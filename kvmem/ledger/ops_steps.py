@@ -155,7 +155,7 @@ def seal_plan(addresses: Addresses, report: NDArray[np.int64]) -> int:
 
 @compiled
 def seal(state: State, report: NDArray[np.int64]) -> None:
-    """Issue the ids of the plan just made, write its numbers to `report` (see ledger.py) and begin
+    """Issue the ids of the plan just made, write its numbers to `report` (see sealed.py) and begin
     the next one. Waits for what is known to be done are left out. O(1)."""
     ledger = state.ledger[0]
     if ledger.step_after_in <= ledger.retired_in:

@@ -1,8 +1,8 @@
 """Attention and K/V writes beside torch and beside what the machine can read.
 
-    .venv/bin/python -m tools.benchmarks.attend                       the usual shapes
-    .venv/bin/python -m tools.benchmarks.attend decode --threads 1 2 --dtypes bfloat16 float16
-    .venv/bin/python -m tools.benchmarks.attend layouts --threads 1 --repeats 15
+    PYTHONPATH=.:tools python -m benchmarks.attend                       the usual shapes
+    PYTHONPATH=.:tools python -m benchmarks.attend decode --threads 1 2 --dtypes bfloat16 float16
+    PYTHONPATH=.:tools python -m benchmarks.attend layouts --threads 1 --repeats 15
 
 K/V lies in frames of many layers, scattered; several layers are attended in turn, so that nothing
 comes from a cache. Methods run in turns in one process; medians with 10th and 90th percentile, and
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,8 +25,9 @@ import numpy as np
 import torch
 
 import cuda_kernels
+from benchmarks.figure import Figure, figure
+from benchmarks.read_limit import read_all, read_scattered
 from cuda_kernels.dtypes import float_to_bits, storage_dtype
-from tools.benchmarks.read_limit import read_all, read_scattered
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEADS, KV_HEADS, DIMS = 32, 8, 128
@@ -36,24 +36,6 @@ READ_BYTES = 1.07e9  # what each method reads in a pass, at least
 ARENA_BYTES = 3.3e9
 
 Methods = dict[str, Callable[[], Any]]
-
-
-@dataclass
-class Figure:
-    """One measured figure beside what it is compared with, in the same unit."""
-
-    section: str
-    name: str
-    unit: str
-    median: float
-    p10: float
-    p90: float
-    best: float
-    compared_with: str
-    compared_median: float
-    compared_best: float
-    ratio: float  # of the medians: times as fast
-    load: float
 
 
 @dataclass
@@ -209,29 +191,24 @@ def take_turns(methods: Methods, repeats: int) -> dict[str, list[float]]:
 
 def figures_of(section: str, name: str, seconds: dict[str, list[float]]) -> list[Figure]:
     """ "ours" beside each other method."""
-    load = round(os.getloadavg()[0], 2)
-    ours = np.array(seconds["ours"]) * 1e3
-    low, median, high = np.percentile(ours, (10, 50, 90))
-    figures = []
-    for peer, values in seconds.items():
-        if peer == "ours":
-            continue
-        other = np.array(values) * 1e3
-        numbers = (median, low, high, ours.min())
-        figures.append(
-            Figure(
-                section,
-                name,
-                "ms",
-                *(round(float(x), 4) for x in numbers),
-                peer,
-                round(float(np.median(other)), 4),
-                round(float(other.min()), 4),
-                round(float(np.median(other) / median), 3),
-                load,
-            )
-        )
-    return figures
+    ours = seconds["ours"]
+    return [
+        figure(section, name, "ms", 1e3, ours, peer, other)
+        for peer, other in seconds.items()
+        if peer != "ours"
+    ]
+
+
+def ask(figures: Sequence[Figure], block: int) -> None:
+    """What is asked of decode in bfloat16. The limit is that of reading pieces as large as a
+    block's head, in random order: contiguous reading is printed beside, and is no paged kernel's
+    to reach."""
+    kib, share = (16, 0.8) if block == 64 else (4, 0.65)
+    read = f"reading {kib} KiB granules"
+    gates = {read: share, "SDPA, contiguous, group as length": 1.5, "gather + SDPA": 8}
+    for f in figures:
+        if f.compared_with in gates:
+            f.at_least(gates[f.compared_with])
 
 
 def set_threads(count: int) -> None:
@@ -247,6 +224,8 @@ def bench_decode(repeats: int, shapes: Sequence[Shape]) -> list[Figure]:
         batch = Batch(shape)
         seconds = take_turns(decode_methods(batch), repeats)
         figures += figures_of("attend", shape.name("decode"), seconds)
+        if shape.dtype == "bfloat16" and shape.layout == "HND":
+            ask(figures[-6:], shape.block)
         show(figures[-6:], shape.layer_bytes * len(batch.layers))
     return figures
 

@@ -20,17 +20,32 @@ class Figure:
     median: float
     p10: float
     p90: float
+    best: float
     compared_with: str
     compared_median: float
-    ratio: float  # times faster than (or share of) what it is compared with
-    load: float
+    compared_best: float
+    ratio: float  # of the medians: times as fast (or share of) what it is compared with
+    load: float  # the machine's load average
+    gate: str = ""  # what is asked of it
+    holds: bool | None = None  # None: nothing is asked
 
     def __str__(self) -> str:
+        gate = "" if self.holds is None else f"  {'ok' if self.holds else 'MISSED'}: {self.gate}"
         return (
-            f"{self.section:7} {self.name:46} {self.median:9.3f} {self.unit} "
+            f"{self.section:7} {self.name:56} {self.median:9.3f} {self.unit} "
             f"({self.p10:.3f}-{self.p90:.3f})  {self.ratio:6.2f}x {self.compared_with} "
-            f"({self.compared_median:.3f}), load {self.load}"
+            f"({self.compared_median:.3f}), load {self.load}{gate}"
         )
+
+    def at_most(self, limit: float) -> Figure:
+        """Ask for a median up to a limit, in the figure's unit."""
+        self.gate, self.holds = f"<= {limit:g} {self.unit}", self.median <= limit
+        return self
+
+    def at_least(self, ratio: float) -> Figure:
+        """Ask for a ratio."""
+        self.gate, self.holds = f">= {ratio:g}x", self.ratio >= ratio
+        return self
 
 
 def alternate(
@@ -50,9 +65,28 @@ def figure(
     section: str, name: str, unit: str, per: float, ours: list[float], peer: str, other: list[float]
 ) -> Figure:
     """Times to a figure in `unit` = seconds * per; ratio > 1: kvmem is faster."""
-    low, median, high = (float(np.percentile(ours, q)) * per for q in (10, 50, 90))
-    compared = float(np.median(other)) * per
-    ratio = round(compared / median, 3)
-    digits = [round(value, 3) for value in (median, low, high)]
-    load = round(os.getloadavg()[0], 2)
-    return Figure(section, name, unit, *digits, peer, round(compared, 3), ratio, load)
+    mine, theirs = np.array(ours) * per, np.array(other) * per
+    low, median, high = (float(x) for x in np.percentile(mine, (10, 50, 90)))
+    compared = float(np.median(theirs))
+    digits = [round(value, 4) for value in (median, low, high, float(mine.min()))]
+    others = [round(value, 4) for value in (compared, float(theirs.min()))]
+    ratio, load = round(compared / median, 3), round(os.getloadavg()[0], 2)
+    return Figure(section, name, unit, *digits, peer, *others, ratio, load)
+
+
+def busy_share(seconds: float = 0.5) -> float:
+    """The share of the machine's processors that others keep busy; 0 where the system can't say."""
+    before = _ticks()
+    time.sleep(seconds)
+    after = _ticks()
+    total = after[0] - before[0]
+    return round(1 - (after[1] - before[1]) / total, 2) if total > 0 else 0.0
+
+
+def _ticks() -> tuple[int, int]:
+    try:
+        with open("/proc/stat") as stat:
+            fields = [int(word) for word in stat.readline().split()[1:9]]
+    except (OSError, ValueError):
+        return 0, 0
+    return sum(fields), fields[3] + fields[4]

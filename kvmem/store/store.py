@@ -22,16 +22,18 @@ from kvmem.errors import (
     DeviceUnavailable,
     ManagerClosed,
     NotResident,
+    RaceError,
     TransferError,
 )
 from kvmem.geometry import RESERVED_FRAMES, arena_frames
 from kvmem.store.arena import Arena
-from kvmem.store.checks import Checks
+from kvmem.store.checks import Checks, Poison
 from kvmem.store.compute import Compute
-from kvmem.store.cpu import CpuDevice
 from kvmem.store.device import Device, Fence, FrameIds, Moved, Stream
 from kvmem.store.layout import Layout, StoreConfig
-from kvmem.store.order import Ids, TransferQueue, check_frames, check_order, own_copy
+from kvmem.store.making import make_device
+from kvmem.store.order import Ids, StepFences, TransferQueue, check_frames, check_order, own_copy
+from kvmem.store.staged import StagedCompute
 
 if TYPE_CHECKING:
     from kvmem.plan import Plan
@@ -54,23 +56,33 @@ class Store:
         self.debug = config.debug
         self.num_blocks = (config.device_blocks, config.host_blocks)
         frame_bytes = self.layout.frame_bytes
-        self.device = CpuDevice(sync=config.sync) if device is None else device
+        self.device = make_device(config) if device is None else device
         frames = [arena_frames(blocks, debug=config.debug) for blocks in self.num_blocks]
         self._device_arena = self.device.new_arena("device", frames[0], frame_bytes, host=False)
         self._host_arena: Arena | None = None
         if frames[1]:
             self._host_arena = self.device.new_arena("host", frames[1], frame_bytes, host=True)
         self._compute = Compute(self.layout, self._device_arena, check=config.debug)
+        self._kernels: Compute | StagedCompute = self._compute
         self._checks: Checks | None = None
+        self._poison: Poison | None = None
         if config.debug:
             self._checks = Checks(self.layout, self._device_arena, self._host_arena)
+            self._poison = self._checks
+        if self.device.simulated:
+            late = config.sim is not None and config.sim.late_results
+            self._kernels = StagedCompute(
+                self._compute, self.layout, self.device, self._device_arena, late_results=late
+            )
+            if self._poison is None:
+                self._poison = Poison(self.layout, self._device_arena, self._host_arena)
         # Guards the three below; held for a few list operations, never while anything waits.
         self._lock = threading.Lock()
         self._transfers = {
             "out": TransferQueue(self.device, Stream.OUT),
             "in": TransferQueue(self.device, Stream.IN),
         }
-        self._steps: dict[int, Fence] = {}
+        self._steps = StepFences(self.device)
         self._closed = False
         self._pid = os.getpid()
 
@@ -99,7 +111,7 @@ class Store:
             if plan.in_id:
                 self._submit_in(plan, into)
             if plan.step_epoch:
-                self._open_step(plan.step_epoch)
+                self._steps.begin(plan.step_epoch)
 
     def begin(self, plan: Plan) -> None:
         """Let the compute stream wait for what the plan's step needs, then copy on write (R3, R6).
@@ -114,10 +126,8 @@ class Store:
                 raise ValueError("the plan's step waits for a transfer not submitted; submit first")
             fences = (into.fence(plan.step_after_in), out.fence(plan.step_after_out))
             if plan.step_epoch:
-                self._open_step(plan.step_epoch)
-        for fence in fences:
-            if fence is not None:
-                self.device.wait(Stream.COMPUTE, fence)
+                self._steps.begin(plan.step_epoch)
+        self._after(Stream.COMPUTE, *fences)
         if len(plan.copy_source):
             self._copy_on_write(plan)
 
@@ -128,9 +138,7 @@ class Store:
         legal after a failure of the device.
         """
         with self._lock:
-            fence = self._steps.pop(step_epoch, None)
-        if fence is not None:
-            self.device.record(Stream.COMPUTE, fence)
+            self._steps.end(step_epoch)
 
     def retired(self) -> tuple[int, int]:
         """The last out id and the last in id that are done, with all before them; never waits."""
@@ -185,7 +193,7 @@ class Store:
         is written then.
         """
         self._check_open()
-        self._compute.write(layer, key, value, slot_mapping)
+        self._kernels.write(layer, key, value, slot_mapping)
 
     def attend(
         self,
@@ -214,7 +222,7 @@ class Store:
         Raises ``ShapeError``, ``TypeError`` or ``ValueError`` before anything is computed.
         """
         self._check_open()
-        return self._compute.attend(
+        return self._kernels.attend(
             layer,
             query,
             table=table,
@@ -234,14 +242,17 @@ class Store:
         """Views of K and V of a layer in the device arena, frame 0 (the null frame) included.
 
         ``[device_blocks + 1, block_size, num_kv_heads, head_dim | value_dim]``, strided, no copy.
+        A simulated device runs first what its compute stream was given; it sees no later access.
         """
+        self.device.settle(Stream.COMPUTE)
         return self._views(DEVICE, layer)
 
     def block_view(self, tier: int, frame: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of K and V of a layer in one frame: ``[block_size, num_kv_heads, dim]``.
 
         Raises ``ValueError`` for a frame out of range, ``NotResident`` for a tier that is off.
-        The bytes of a frame under a copy are in motion: ``wait`` for it first.
+        The bytes of a frame under a copy are in motion: ``wait`` for it first, else a simulated
+        device raises ``RaceError``.
         """
         key, value = self._views(tier, layer)
         if not RESERVED_FRAMES <= frame <= self.num_blocks[tier]:
@@ -249,6 +260,9 @@ class Store:
                 f"frame {frame} is out of range; tier {tier} has frames 1 to "
                 f"{self.num_blocks[tier]}"
             )
+        arena = self._device_arena if tier == DEVICE else self._host_arena
+        assert arena is not None
+        self.device.read_back(arena, np.array([frame], np.int32))
         return key[frame], value[frame]
 
     # --- state -------------------------------------------------------------------------------
@@ -298,22 +312,22 @@ class Store:
     def _submit_out(self, plan: Plan, out: Ids, poison: FrameIds) -> None:
         device, queue = self.device, self._transfers["out"]
         source, target = self._device_arena, self._host_arena
-        self._after(Stream.OUT, self._steps.get(plan.out_after_step))
+        self._after(Stream.OUT, *self._steps.after(plan.out_after_step))
         self._after(Stream.OUT, self._transfers["in"].fence(plan.out_after_in))
         if len(out.device) and target is not None:
             if self._checks is not None:
                 note = partial(self._checks.record, out.device, out.host, out.tokens)
                 device.launch(Stream.OUT, note, reads=((source, out.device),))
             device.copy_async(Stream.OUT, target, out.host, source, out.device)
-        if len(poison) and self._checks is not None:
-            fill = partial(self._checks.poison, poison)
+        if len(poison) and self._poison is not None:
+            fill = partial(self._poison.fill, poison)
             device.launch(Stream.OUT, fill, writes=((source, poison),))
         queue.record(plan.out_id)
 
     def _submit_in(self, plan: Plan, into: Ids) -> None:
         device, queue = self.device, self._transfers["in"]
         source, target = self._host_arena, self._device_arena
-        self._after(Stream.IN, self._steps.get(plan.in_after_step))
+        self._after(Stream.IN, *self._steps.after(plan.in_after_step))
         self._after(Stream.IN, self._transfers["out"].fence(plan.in_after_out))
         if len(into.host) and source is not None:
             device.copy_async(Stream.IN, target, into.device, source, into.host)
@@ -336,14 +350,11 @@ class Store:
             moved=Moved(len(source), int(tokens.sum()) * self.layout.token_bytes),
         )
 
-    def _after(self, stream: Stream, fence: Fence | None) -> None:
-        """Order a stream after a fence; None is a fence that was reached and forgotten."""
-        if fence is not None:
-            self.device.wait(stream, fence)
-
-    def _open_step(self, epoch: int) -> None:
-        if epoch not in self._steps:
-            self._steps[epoch] = self.device.new_fence(f"step {epoch}")
+    def _after(self, stream: Stream, *fences: Fence | None) -> None:
+        """Order a stream after fences; None is a fence that was reached and forgotten."""
+        for fence in fences:
+            if fence is not None:
+                self.device.wait(stream, fence)
 
     def _views(self, tier: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._check_open()
@@ -369,6 +380,8 @@ class Store:
         self._check_open()
         error = self.device.error
         if error is not None:
+            if isinstance(error, RaceError):
+                raise RaceError(str(error), first=error.first, second=error.second) from error
             kind = CorruptEntry if isinstance(error, CorruptEntry) else DeviceUnavailable
             raise kind(
                 f"the device failed and the store with it: {str(error)[:160]}; close this "

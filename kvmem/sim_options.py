@@ -39,6 +39,8 @@ class SimOptions:
     nothing else can run). ``not_yet``: share of queries of a reached fence that say "not yet".
     ``copy_engines``: 2, or 1 where a copy has to end before one of the other direction begins.
     ``late_results``: attention outputs are NaN until their kernel has run, instead of being forced.
+    ``poison``: vacated frames become NaN, after their readers (with ``debug`` always). That is work
+    of its own, which orders what a device without it would not: tests do both.
 
     ``faults`` gives rates 0 to 1 by site, each drawn from the seed: "device_alloc", "host_alloc"
     (the memory is refused), "copy_before", "copy_after" (a copy fails before its first, after its
@@ -53,6 +55,7 @@ class SimOptions:
     not_yet: float = 0.25
     copy_engines: int = 2
     late_results: bool = False
+    poison: bool = True
     faults: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     fail_at: FailAt | None = None
 
@@ -68,6 +71,7 @@ class SimOptions:
             raise ConfigError("not_yet=1 would let no query ever say yes: give a share below 1")
         integer("copy_engines", self.copy_engines, low=1, high=2, error=ConfigError)
         boolean("late_results", self.late_results)
+        boolean("poison", self.poison)
         rates = self.rates
         object.__setattr__(self, "faults", tuple(sorted(rates.items())))  # hashable, one order
         for site, rate in rates.items():

@@ -101,7 +101,19 @@ def poison_without_a_wait(b: Bench) -> None:
     b.kernel(writes=3, on=OUT)
 
 
+def one_batch_writes_a_frame_twice(b: Bench) -> None:
+    """The copies of a batch have no order (case 3)."""
+    b.device.copy_async(OUT, b.there, ids(4, 4), b.here, ids(1, 2))
+
+
+def one_kernel_reads_what_it_writes(b: Bench) -> None:
+    b.device.launch(
+        COMPUTE, lambda: None, reads=((b.here, ids(1, 2)),), writes=((b.here, ids(2, 3)),)
+    )
+
+
 RACES = [
+    one_batch_writes_a_frame_twice, one_kernel_reads_what_it_writes,
     out_before_the_write_has_run, write_under_a_copy_out, copy_in_over_a_reader,
     read_before_arrival, back_before_it_is_out, host_frame_reused_while_read,
     fence_recorded_too_early, one_of_two_readers_not_waited_for, poison_without_a_wait,

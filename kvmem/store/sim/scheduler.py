@@ -152,6 +152,9 @@ class Scheduler:
         """Take the head of a stream one piece further; what it raises fails the device."""
         op = self.queues[stream][0]
         self.num_turns += 1
+        if op.stall and op.tick:
+            op.stall -= 1
+            return
         self._log.add(f"turn {stream.name} {op.number}.{op.done}")
         try:
             if not op.tick:
@@ -184,7 +187,6 @@ class Scheduler:
     def _copy_fragment(self, op: Op) -> bool:
         assert op.copy is not None
         if op.stall:
-            op.stall -= 1
             return False
         if op.done == op.fails_after:
             raise self._faults.error("copy_after" if op.done else "copy_before", str(op))

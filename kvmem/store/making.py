@@ -23,6 +23,6 @@ def make_device(config: StoreConfig) -> Device:
 
         options = config.sim if config.sim is not None else SimOptions()
         if config.sync:
-            options = replace(options, mode="eager", starve=None)
+            options = replace(options, mode="eager", starve=None, not_yet=0.0)
         return SimDevice(options)
     raise ValueError(f"device {config.device!r} is unknown; known: 'cpu', 'sim'")

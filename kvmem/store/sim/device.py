@@ -21,13 +21,13 @@ from kvmem.store.sim.clocks import HOST, Clocks, Touch
 from kvmem.store.sim.faults import Faults
 from kvmem.store.sim.log import Log
 from kvmem.store.sim.ops import Copy, Op, SimFence, call_site
-from kvmem.store.sim.scheduler import Scheduler, SimDeadlock
+from kvmem.store.sim.scheduler import CopyHook, Scheduler, SimDeadlock
 
 #: Seconds that one turn stands for where a caller gives a timeout.
 TURN_SECONDS = 1e-6
 MAX_TURNS = 100_000_000
 #: Seconds of the wall clock that a blocked thread gives the others to bring it on.
-BLOCKED_SECONDS = 30.0
+BLOCKED_SECONDS = 10.0
 
 
 class SimDevice(Device):
@@ -49,7 +49,6 @@ class SimDevice(Device):
         self.scheduler = Scheduler(self.options, self.clocks, self.faults, self.log)
         self._changed = threading.Condition(threading.RLock())
         self._num_ops = 0
-        self._threads: set[int] = set()
         self._stopping = False
         self._pid = os.getpid()
         self._host_arenas: set[str] = set()
@@ -108,8 +107,8 @@ class SimDevice(Device):
         """Run the streams until the fence is reached. A second of ``timeout`` is 10^6 turns.
 
         Where nothing can run that would reach it (a stream is held, a step was never ended):
-        False with a timeout, else SimDeadlock; if other threads use the device, after they had
-        some time to bring it on.
+        False with a timeout, else SimDeadlock; where the process has other threads, after they
+        had some time to bring it on.
         """
         own = _own(fence)
         with self._changed:
@@ -207,6 +206,15 @@ class SimDevice(Device):
 
     # --- for tests ------------------------------------------------------------------------------
 
+    @property
+    def hook(self) -> CopyHook | None:
+        """Called before the first fragment of each copy with (stream, target ids, source ids)."""
+        return self.scheduler.hook
+
+    @hook.setter
+    def hook(self, hook: CopyHook | None) -> None:
+        self.scheduler.hook = hook
+
     def hold(self, stream: Stream) -> None:
         """Stop a stream where it is."""
         with self._changed:
@@ -250,7 +258,6 @@ class SimDevice(Device):
     # --- inside ---------------------------------------------------------------------------------
 
     def _put(self, op: Op) -> None:
-        self._threads.add(threading.get_ident())
         self._num_ops += 1
         op.number = self._num_ops
         self.scheduler.put(op)
@@ -270,7 +277,6 @@ class SimDevice(Device):
         label: str,
     ) -> bool:
         """Run until ``done``. Raises as ``synchronize``; the lock is held by the caller."""
-        self._threads.add(threading.get_ident())
         turns = MAX_TURNS if timeout is None else min(MAX_TURNS, int(timeout / TURN_SECONDS) + 1)
         while True:
             if done():
@@ -286,7 +292,7 @@ class SimDevice(Device):
             turns -= self.scheduler.num_turns - before
             if turns <= 0 and timeout is not None:
                 return False
-            alone = len(self._threads) == 1
+            alone = threading.active_count() == 1
             seconds = BLOCKED_SECONDS if timeout is None else min(timeout, BLOCKED_SECONDS)
             if not alone and self._changed.wait(seconds):
                 continue

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvmem.sim_options import SimOptions
-from kvmem.store.device import Moved, Stream
+from kvmem.store.device import FrameIds, Moved, Stream
 from kvmem.store.sim.clocks import Clocks
 from kvmem.store.sim.faults import Faults
 from kvmem.store.sim.log import Log
@@ -27,6 +27,9 @@ QUERIES_A_TURN = 16
 STALL_TURNS = 1000
 #: Fragments of a copy: torn reads and half-done writes become visible between them.
 FRAGMENTS = (2, 8)
+
+
+CopyHook = Callable[[Stream, FrameIds, FrameIds], None]
 
 
 class SimDeadlock(RuntimeError):
@@ -48,6 +51,7 @@ class Scheduler:
         self.held: set[Stream] = set()
         self.moved: dict[Stream, Moved] = dict.fromkeys(Stream, Moved(0, 0))
         self.error: BaseException | None = None
+        self.hook: CopyHook | None = None
         self.num_turns = 0
 
     # --- what is asked for ----------------------------------------------------------------------
@@ -188,6 +192,8 @@ class Scheduler:
         assert op.copy is not None
         if op.stall:
             return False
+        if self.hook is not None and not op.done:
+            self.hook(op.stream, op.copy.target_ids, op.copy.source_ids)
         if op.done == op.fails_after:
             raise self._faults.error("copy_after" if op.done else "copy_before", str(op))
         target, target_ids, source, source_ids = op.copy

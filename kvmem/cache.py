@@ -41,9 +41,7 @@ class Pin:
     def release(self) -> None:
         """Let the blocks go; they stay cached until evicted. Raises PinError the second time."""
         runtime = self._runtime
-        runtime.check_open()
-        with runtime.lock:
-            runtime.enter()
+        with runtime.entered():
             if self._released:
                 raise PinError("this Pin was released before; pin again for a new one")
             self._released = True
@@ -82,7 +80,7 @@ def find(runtime: Runtime, tokens: TokenArray, namespace: object) -> Ids:
     key = namespace_key(namespace)
     if not ledger.knows_namespace(key):
         return np.zeros(0, np.int32)
-    record = ledger.create(tokens, namespace=key, publish=False, forecast=False)
+    record = ledger.create(tokens, namespace=key, publish=False)
     found = ledger.look_up(record)
     runtime.submit(ledger.free(np.array([record], np.int32)))
     return found

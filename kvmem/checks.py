@@ -33,6 +33,8 @@ def integer(
     error: type[ValueError] = ValueError,
 ) -> int:
     """``value`` as a plain int in ``low``..``high``. Booleans and floats are no integers here."""
+    if type(value) is int and low <= value <= high:
+        return value
     allowed = f"an integer >= {low} (at most {high})"
     if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be {allowed}, not {shown(value)} ({type(value).__name__})")
@@ -66,6 +68,8 @@ def choice(
 
     ``planned`` names are documented, but not built yet: the message says so.
     """
+    if type(value) is str and value in supported:
+        return value
     listed = ", ".join(repr(x) for x in supported)
     if not isinstance(value, str):
         raise TypeError(

@@ -116,6 +116,10 @@ class RaceError(KVMemError, RuntimeError):
         self.first = first
         self.second = second
 
+    def again(self) -> RaceError:
+        """The same for another call, with a traceback of its own."""
+        return RaceError(str(self), first=self.first, second=self.second)
+
 
 class ManagerClosed(KVMemError, RuntimeError):
     """Used after ``close()``, or in a forked child, which owns neither threads nor memory."""

@@ -25,14 +25,15 @@ class EventLog:
     """The last `MAX_EVENTS` events; older ones are dropped."""
 
     def __init__(self) -> None:
-        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        # a plain tuple now, an Event when somebody asks: a step adds one
+        self._events: deque[tuple[float, str, tuple[int, ...], int, int]] = deque(maxlen=MAX_EVENTS)
 
     def add(self, kind: str, sequence_ids: tuple[int, ...], out: int = 0, into: int = 0) -> None:
         """Note an event. O(1)."""
-        self._events.append(Event(time.monotonic(), kind, sequence_ids, out, into))
+        self._events.append((time.monotonic(), kind, sequence_ids, out, into))
 
     def take(self) -> list[Event]:
         """All events since the last call, oldest first."""
-        events = list(self._events)
+        events = [Event(*fields) for fields in self._events]
         self._events.clear()
         return events

@@ -24,7 +24,7 @@ from kvmem.stats import Stats
 from kvmem.step import Step, plan_step
 from kvmem.store.store import Store
 from kvmem.swapper import Swapper, Transfer
-from kvmem.tokens import count_array, namespace_key, token_array
+from kvmem.tokens import check_token_values, count_array, namespace_key, token_array
 
 MAX_PRIORITY = 2**31 - 1
 FITS = ("all", "some")
@@ -76,7 +76,7 @@ class Manager:
         if max_cached is not None:
             limit = integer("max_cached", max_cached, low=0, high=MAX_PRIORITY)
         covered = checked_extras(extras, len(array))
-        with self._lock():
+        with self._runtime.entered():
             keys = None
             if covered:
                 keys = self._runtime.extras.keys(array, covered)
@@ -102,23 +102,34 @@ class Manager:
         ValueError. O(tokens).
         """
         draft = boolean("draft", draft)
-        array = token_array("tokens", tokens)
-        with self._lock():
-            records = self._runtime.records(seqs)
-            each = count_array("counts", 1 if counts is None else counts, len(records), "sequence")
-            if int(each.sum()) != len(array):
+        array = token_array("tokens", tokens, check_values=False)
+        runtime = self._runtime
+        runtime.begin()
+        try:
+            records = runtime.records(seqs)
+            each, total = None, len(records)
+            if counts is not None:
+                each = count_array("counts", counts, len(records), "sequence")
+                total = int(each.sum())
+            if total != len(array):
                 raise ValueError(
-                    f"tokens has {len(array)} entries, counts ask for {int(each.sum())} over "
+                    f"tokens has {len(array)} entries, counts ask for {total} over "
                     f"{len(records)} sequences; give one token a sequence, or counts"
                 )
-            self._run("append", seqs, self._runtime.ledger.append, records, each, array, draft)
+            try:
+                runtime.ledger.append(records, each, array, draft)
+            except Refusal as refusal:
+                check_token_values("tokens", array)
+                raise runtime.explain(refusal, seqs, "append") from None
+        finally:
+            runtime.lock.release()
 
     def accept(self, seqs: list[Sequence], num_accepted: object, tokens: object) -> None:
         """Keep the first `num_accepted[i]` drafts of each sequence, drop the others, append the
         next token `tokens[i]`. K/V of kept drafts stays; their full blocks are published.
         Raises UnknownSequence, TypeError, ValueError (more than there are drafts). O(drafts)."""
         array = token_array("tokens", tokens)
-        with self._lock():
+        with self._runtime.entered():
             records = self._runtime.records(seqs)
             accepted = count_array("num_accepted", num_accepted, len(records), "sequence")
             if len(array) != len(records):
@@ -132,7 +143,7 @@ class Manager:
         it. Legal when swapped out. Raises ValueError, UnknownSequence, RuntimeError in an open
         step. O(n * (tokens + blocks)), no bytes move."""
         n = integer("n", n, low=1, high=1 << 20)
-        with self._lock():
+        with self._runtime.entered():
             record = self._runtime.record(seq, "seq")
             try:
                 children = self._runtime.ledger.fork(record, n)
@@ -143,7 +154,7 @@ class Manager:
     def truncate(self, seqs: list[Sequence], num_tokens: object) -> None:
         """Cut each sequence to `num_tokens` (one number, or one each). What is cut is unpublished
         only where nobody shares it. Raises ValueError for more than there are. O(blocks freed)."""
-        with self._lock():
+        with self._runtime.entered():
             records = self._runtime.records(seqs)
             lengths = count_array("num_tokens", num_tokens, len(records), "sequence")
             have = self._runtime.ledger.state.sequences["num_tokens"][records]
@@ -158,7 +169,7 @@ class Manager:
     def free(self, seqs: list[Sequence]) -> None:
         """End sequences; their full blocks stay cached until evicted. Legal in an open step (they
         go when it ends) and with copies in flight. Raises UnknownSequence. O(blocks)."""
-        with self._lock():
+        with self._runtime.entered():
             runtime = self._runtime
             records = runtime.records(seqs)
             runtime.forget_list()
@@ -191,21 +202,25 @@ class Manager:
         choice("fit", fit, FITS)
         budget = _optional("max_tokens", max_tokens)
         reserve = integer("reserve_blocks", reserve_blocks, low=0, high=MAX_PRIORITY)
-        with self._lock():
-            self._runtime.poll()
-            records = self._runtime.records(seqs)
-            limits = self._row_limits(records, num_tokens)
+        runtime = self._runtime
+        runtime.begin()
+        try:
+            runtime.poll()
+            records = runtime.records(seqs)
+            limits = None if num_tokens is None else self._row_limits(records, num_tokens)
             try:
                 return plan_step(
-                    self._runtime,
-                    list(seqs),
+                    runtime,
+                    records,
                     num_tokens=limits,
                     max_tokens=budget,
                     reserve=reserve,
                     need_all=fit == "all",
                 )
             except Refusal as refusal:
-                raise self._runtime.explain(refusal, seqs, "step") from None
+                raise runtime.explain(refusal, seqs, "step") from None
+        finally:
+            runtime.lock.release()
 
     def can_fit(
         self,
@@ -224,15 +239,15 @@ class Manager:
         extra = integer("num_tokens", num_tokens, low=0, high=MAX_PRIORITY)
         array = None if tokens is None else token_array("tokens", tokens)
         key = namespace_key(namespace)
-        with self._lock():
+        with self._runtime.entered():
             runtime = self._runtime
             ledger = runtime.ledger
             records = runtime.records(seqs)
-            self._row_limits(records, None)
+            self._check_idle(records)
             reserve = ledger.blocks_for(extra)
             if array is None:
                 return ledger.fits(records, reserve=reserve)
-            record = ledger.create(array, namespace=key, publish=False, forecast=False)
+            record = ledger.create(array, namespace=key, publish=False)
             try:
                 return ledger.fits(np.append(records, np.int32(record)), reserve=reserve)
             finally:
@@ -249,18 +264,18 @@ class Manager:
         too, except that "recompute" gives up its host blocks.
         Raises UnknownSequence, RuntimeError in an open step. O(blocks), never waits.
         """
-        with self._lock():
+        with self._runtime.entered():
             return self._swapper.swap_out(seqs, how)
 
     def swap_in(self, seqs: list[Sequence]) -> Transfer:
         """Bring SWAPPED sequences back; others: no-op. Raises OutOfBlocks with nothing changed when
         not all fit. O(blocks), never waits."""
-        with self._lock():
+        with self._runtime.entered():
             return self._swapper.swap_in(seqs)
 
     def prefetch(self, seqs: list[Sequence]) -> Transfer:
         """As `swap_in`, in order and as far as there is room; never OutOfBlocks."""
-        with self._lock():
+        with self._runtime.entered():
             return self._swapper.prefetch(seqs)
 
     def make_room(
@@ -283,9 +298,10 @@ class Manager:
         """
         budget = _optional("max_tokens", max_tokens)
         reserve = integer("reserve_blocks", reserve_blocks, low=0, high=MAX_PRIORITY)
-        with self._lock():
+        with self._runtime.entered():
             records = self._runtime.records(seqs)
-            limits = self._row_limits(records, num_tokens)
+            self._check_idle(records)
+            limits = None if num_tokens is None else self._row_limits(records, num_tokens)
             by_id = None
             if limits is not None:
                 by_id = {s.id: int(n) for s, n in zip(seqs, limits, strict=True)}
@@ -303,7 +319,7 @@ class Manager:
         """Evict up to `num_blocks` cached blocks of a tier, oldest first; returns how many."""
         count = integer("num_blocks", num_blocks, low=0, high=MAX_PRIORITY)
         number = TIERS.index(choice("tier", tier, TIERS))
-        with self._lock():
+        with self._runtime.entered():
             done, plan = self._runtime.ledger.evict(count, number)
             self._runtime.submit(plan)
             self._runtime.events.add("evict", (), len(plan.out_device))
@@ -311,7 +327,7 @@ class Manager:
 
     def poll(self) -> None:
         """Note which transfers have ended. Never waits; each `step` does it too."""
-        with self._lock():
+        with self._runtime.entered():
             self._runtime.poll()
 
     # --- the prefix cache -----------------------------------------------------------------------
@@ -320,7 +336,7 @@ class Manager:
         """How much of a prompt is cached now, in whole blocks. No side effect. O(tokens hit)."""
         array = token_array("tokens", tokens)
         namespace_key(namespace)  # a wrong type raises before the lock is taken
-        with self._lock():
+        with self._runtime.entered():
             return cache.match(self._runtime, array, namespace)
 
     def pin(self, seq_or_tokens: object, *, namespace: str | bytes | None = None) -> Pin:
@@ -331,13 +347,13 @@ class Manager:
         PinError when it covers none. O(blocks).
         """
         if isinstance(seq_or_tokens, Sequence):
-            with self._lock():
+            with self._runtime.entered():
                 record = self._runtime.record(seq_or_tokens, "seq_or_tokens")
                 blocks: Ids = cache.published_blocks(self._runtime, record)
                 return cache.pin_blocks(self._runtime, blocks)
         array = token_array("seq_or_tokens", seq_or_tokens)
         namespace_key(namespace)
-        with self._lock():
+        with self._runtime.entered():
             blocks = cache.find(self._runtime, array, namespace)
             return cache.pin_blocks(self._runtime, blocks)
 
@@ -349,7 +365,7 @@ class Manager:
         released, unfindable. Raises RuntimeError while a step is open. O(blocks).
         """
         key = None if namespace is None else namespace_key(namespace)
-        with self._lock():
+        with self._runtime.entered():
             try:
                 self._runtime.submit(self._runtime.ledger.reset(key))
             except Refusal:
@@ -368,12 +384,12 @@ class Manager:
     def block(self, block_id: int) -> Block:
         """A view of a block by id. Raises ValueError for an id that does not exist."""
         last = len(self._runtime.ledger.state.blocks) - 1
-        with self._lock():
+        with self._runtime.entered():
             return Block(self._runtime, integer("block_id", block_id, low=1, high=last))
 
     def stats(self) -> Stats:
         """Counters and the state of both tiers. O(blocks)."""
-        with self._lock():
+        with self._runtime.entered():
             return inspect_state.stats(self._runtime)
 
     def snapshot(self) -> dict[str, Any]:
@@ -382,18 +398,18 @@ class Manager:
         `tiers[name]["owner"]` is int32, one a frame: 0 free, > 0 the id of its only sequence,
         -1 cached, -2 shared, -3 pinned, -4 being copied.
         """
-        with self._lock():
+        with self._runtime.entered():
             return inspect_state.snapshot(self._runtime)
 
     def events(self) -> list[Event]:
         """What happened since the last call (at most 4,096 events, older ones are dropped)."""
-        with self._lock():
+        with self._runtime.entered():
             return self._runtime.events.take()
 
     def verify(self) -> None:
         """Check rules R1-R5 now; raises AssertionError naming the first breach with the state.
         With `debug` also the guards of the arenas. O(everything)."""
-        with self._lock():
+        with self._runtime.entered():
             try:
                 self._runtime.ledger.verify()
             except LedgerCorrupt as breach:
@@ -418,7 +434,7 @@ class Manager:
     def close(self) -> None:
         """Abandon what is queued, end the workers within 5 s, give the memory back. A second call:
         no-op, and in a forked child. Handles and views of this Manager are dead afterwards."""
-        if self._runtime.is_forked:
+        if self._runtime.fork.in_child:
             return
         with self._runtime.lock:
             if self._runtime.closed:
@@ -449,9 +465,6 @@ class Manager:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _lock(self) -> _Locked:
-        return _Locked(self._runtime)
-
     def _run(self, act: str, seqs: list[Sequence], function: Any, *arguments: Any) -> None:
         """Call the ledger, submit its plan if it made one, word its refusal."""
         try:
@@ -461,14 +474,16 @@ class Manager:
         if plan is not None:
             self._runtime.submit(plan)
 
-    def _row_limits(self, records: Ids, num_tokens: object) -> Ids | None:
-        """Check that no row is in an open step; the tokens asked for, if any, within pending."""
-        state = self._runtime.ledger.state.sequences
-        busy = np.flatnonzero(state["step"][records])
+    def _check_idle(self, records: Ids) -> None:
+        """Raise RuntimeError for a row in an open step."""
+        busy = np.flatnonzero(self._runtime.ledger.state.sequences["step"][records])
         if len(busy):
             raise RuntimeError(f"row {int(busy[0])} is in an open step; end that step first")
-        if num_tokens is None:
-            return None
+
+    def _row_limits(self, records: Ids, num_tokens: object) -> Ids:
+        """The tokens asked for, one number a row, checked to be within what is pending."""
+        self._check_idle(records)
+        state = self._runtime.ledger.state.sequences
         limits = count_array("num_tokens", num_tokens, len(records), "sequence")
         pending = state["num_tokens"][records] - state["num_computed"][records]
         over = np.flatnonzero(limits > pending)
@@ -478,27 +493,6 @@ class Manager:
                 f"num_tokens[{row}] is {limits[row]}; allowed: 0 to {pending[row]}, what is pending"
             )
         return limits.astype(np.int32)
-
-
-class _Locked:
-    """The lock with the entry guards of Runtime.enter."""
-
-    __slots__ = ("_runtime",)
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-
-    def __enter__(self) -> None:
-        self._runtime.check_open()  # a forked child must not wait for a lock its parent held
-        self._runtime.lock.acquire()
-        try:
-            self._runtime.enter()
-        except BaseException:
-            self._runtime.lock.release()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        self._runtime.lock.release()
 
 
 def _optional(name: str, value: object) -> int | None:

@@ -24,8 +24,12 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int32]
 
 
+_EMPTY = np.empty(0, np.int32)
+_EMPTY.setflags(write=False)
+
+
 def _none() -> Ids:
-    return np.empty(0, np.int32)
+    return _EMPTY
 
 
 @dataclass(slots=True)

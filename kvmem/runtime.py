@@ -6,11 +6,9 @@ submitted under the same lock hold that made it, so the store sees plans in the 
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections import deque
-from operator import is_
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +18,7 @@ from kvmem.config import Config
 from kvmem.errors import ManagerClosed, OutOfBlocks, PinError, SequenceTooLong, UnknownSequence
 from kvmem.events import EventLog
 from kvmem.extras import ExtraKeys
+from kvmem.fork import ForkGuard
 from kvmem.ledger import Ledger, Refusal
 from kvmem.ledger import decide as codes
 from kvmem.ledger.state import DEVICE, HOST
@@ -54,28 +53,41 @@ class Runtime:
         self.dropped: deque[int] = deque()  # records whose handle was dropped without free
         self.unpinned: deque[Ids] = deque()  # blocks of Pins dropped without release
         self.closed = False
-        self._pid = os.getpid()
-        self._last_list: list[Sequence] = []
+        self.fork = ForkGuard()
+        self.last_list: list[Sequence] = []  # that `records` saw last; replaced, never written
         self._last_records: Ids = np.zeros(0, np.int32)
+        self.last_ids: tuple[int, ...] = ()  # of the handles that `records` saw last
 
     # --- guards ---------------------------------------------------------------------------------
-
-    @property
-    def is_forked(self) -> bool:
-        """True in a child process, which has neither the threads nor the lock's owner."""
-        return os.getpid() != self._pid
 
     def check_open(self) -> None:
         """Raise ManagerClosed after close() and in a forked child."""
         if self.closed:
             raise ManagerClosed("this Manager was closed; make a new one")
-        if self.is_forked:
+        if self.fork.in_child:
             raise ManagerClosed("a Manager does not survive fork; make a new one in the child")
 
-    def enter(self) -> None:
-        """What each entry point does first under the lock: guards, dropped handles, fences."""
-        self.check_open()
-        self.store.check_usable()
+    def begin(self) -> None:
+        """What each entry point does first: guards, the lock (the caller releases it), handles that
+        were dropped, a device that failed."""
+        if self.closed or self.fork.in_child:  # it must not wait for a lock its parent held
+            self.check_open()
+        self.lock.acquire()
+        if self.closed or self.abandoned or self.dropped or self.unpinned or self.store.error:
+            try:
+                self.check_open()
+                self.store.check_usable()
+                self._sweep()
+            except BaseException:
+                self.lock.release()
+                raise
+
+    def entered(self) -> Entered:
+        """`begin`, and the release of the lock, as a `with` block."""
+        return Entered(self)
+
+    def _sweep(self) -> None:
+        """End what was dropped without an end."""
         while self.abandoned:
             epoch = self.abandoned.popleft()
             self.store.end(epoch)
@@ -93,17 +105,18 @@ class Runtime:
 
     def records(self, seqs: object) -> Ids:
         """The record numbers of a list of live handles of this Manager. The last list is kept:
-        an equal one costs one comparison by identity (about 1 us for 256)."""
+        the same handles cost one comparison (0.4 us for 256)."""
+        if self.last_list == seqs:  # identity: Sequence says so
+            return self._last_records
         if not isinstance(seqs, list | tuple):
             raise TypeError(f"seqs must be a list of Sequence, not {type(seqs).__name__}")
-        if len(self._last_list) == len(seqs) and all(map(is_, self._last_list, seqs)):
-            return self._last_records
         records = np.array([self.record(s, "seqs", i) for i, s in enumerate(seqs)], np.int32)
         if len(set(records.tolist())) != len(records):
             first = {int(r): i for i, r in reversed(list(enumerate(records)))}
             row = next(i for i, r in enumerate(records) if first[int(r)] != i)
             raise ValueError(f"seqs[{row}] is there twice; allowed: each sequence once")
-        self._last_list, self._last_records = list(seqs), records
+        self.last_list, self._last_records = list(seqs), records
+        self.last_ids = tuple([seq.id for seq in seqs])
         return records
 
     def record(self, seq: object, name: str, row: int | None = None) -> int:
@@ -121,15 +134,15 @@ class Runtime:
 
     def forget_list(self) -> None:
         """Drop the kept list: one of its handles is no more."""
-        self._last_list, self._last_records = [], np.zeros(0, np.int32)
+        self.last_list, self._last_records = [], np.zeros(0, np.int32)
+        self.last_ids = ()
 
     # --- plans ----------------------------------------------------------------------------------
 
-    def submit(self, plan: Plan) -> Plan:
+    def submit(self, plan: Plan) -> None:
         """Give a plan's copies to the store, in the ledger's order. Never waits."""
         if plan.out_id or plan.in_id or plan.step_epoch:
             self.store.submit(plan)
-        return plan
 
     # --- errors ---------------------------------------------------------------------------------
 
@@ -198,3 +211,18 @@ class Runtime:
                 f"allowed: 0 to {refusal.available}"
             )
         raise AssertionError(f"unknown code {code}")
+
+
+class Entered:
+    """The lock of a Runtime with its entry guards."""
+
+    __slots__ = ("_runtime",)
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def __enter__(self) -> None:
+        self._runtime.begin()
+
+    def __exit__(self, *error: object) -> None:
+        self._runtime.lock.release()

@@ -53,8 +53,11 @@ class Sequence:
 
     @property
     def num_cached(self) -> int:
-        """Tokens served by the prefix cache; until the first step plans it, a forecast."""
-        return self._field("num_cached")
+        """Tokens served by the prefix cache; until the first step plans it, what would be served
+        now. O(1), then O(tokens hit)."""
+        self._runtime.check_open()
+        with self._runtime.lock:
+            return self._runtime.ledger.num_cached(self._live())
 
     @property
     def num_drafts(self) -> int:
@@ -89,6 +92,11 @@ class Sequence:
         self._runtime.check_open()
         with self._runtime.lock:
             return [int(b) for b in self._runtime.ledger.table_of(self._live())]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other  # said outright, so that comparing lists of handles asks nobody else
+
+    __hash__ = object.__hash__
 
     def _end(self) -> None:
         """Mark the handle as freed; the Manager frees the record."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import compress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from kvmem.ledger.raising import REASONS
 
 if TYPE_CHECKING:
     from kvmem.plan import Plan
-    from kvmem.runtime import Runtime
+    from kvmem.runtime import Ids, Runtime
     from kvmem.sequence import Sequence
 
 
@@ -49,74 +48,115 @@ class Step:
     """
 
     def __init__(
-        self, runtime: Runtime, asked: list[Sequence], plan: Plan, arrays: StepArrays
+        self,
+        runtime: Runtime,
+        asked: list[Sequence],
+        ids: tuple[int, ...],
+        plan: Plan,
+        arrays: StepArrays,
     ) -> None:
         self._runtime = runtime
         self._plan = plan
         self._arrays = arrays
+        self._epoch = arrays.epoch
+        self._ids = ids
         self._entered = self._ended = False
-        self._written: set[int] = set()
-        reasons = arrays.rows["reason"]
-        self.seqs: list[Sequence] = asked
+        self._written: set[int] | None = set() if runtime.config.debug else None
+        self._seqs = asked  # shared by all steps of these handles, never written
+        self._own_seqs: list[Sequence] | None = None
         self.left_out: list[tuple[Sequence, str]] = []
-        if reasons.any():  # else all are planned, the usual case of decoding
-            planned = reasons == codes.PLANNED
-            self.seqs = list(compress(asked, planned.tolist()))
-            others = zip(asked, reasons.tolist(), strict=True)
-            self.left_out = [(seq, REASONS[r]) for seq, r in others if r != codes.PLANNED]
+        if arrays.num_rows < len(asked):  # else all are planned, the usual case of decoding
+            self._leave_out(arrays.rows["reason"])
         self.num_tokens = len(arrays.tokens)
-        self.max_query_len = int(arrays.num_tokens.max(initial=0))
-        self.max_seq_len = int(arrays.seq_lens.max(initial=0))
-        self.ready: list[Sequence] = list(compress(self.seqs, arrays.is_ready.tolist()))
+        self.max_query_len = arrays.max_query_len
+        self.max_seq_len = arrays.max_seq_len
+
+    def _leave_out(self, reasons: NDArray[np.int32]) -> None:
+        """Keep the planned rows and say why the others are not."""
+        asked = self._seqs
+        planned = (reasons == codes.PLANNED).tolist()
+        self._seqs = list(compress(asked, planned))
+        self._ids = tuple(compress(self._ids, planned))
+        others = zip(asked, reasons.tolist(), strict=True)
+        self.left_out = [(seq, REASONS[r]) for seq, r in others if r != codes.PLANNED]
 
     # --- what is computed -----------------------------------------------------------------------
 
     @property
     def host(self) -> StepArrays:
         """The same arrays as NumPy, for planning on the host. Not to be written."""
-        return self._arrays
+        return self._own_arrays()
 
-    @cached_property
+    @property
+    def seqs(self) -> list[Sequence]:
+        """The planned sequences, one a row. A list of the step's own."""
+        if self._own_seqs is None:
+            self._own_seqs = list(self._seqs)
+        return self._own_seqs
+
+    @property
+    def ready(self) -> list[Sequence]:
+        """The sequences whose last pending token is in this step. O(rows)."""
+        return list(compress(self._seqs, self._own_arrays().is_ready.tolist()))
+
+    @property
     def tokens(self) -> torch.Tensor:
         """int64 `[num_tokens]`."""
-        return torch.from_numpy(self._arrays.tokens)
+        return self._tensor("tokens")
 
-    @cached_property
+    @property
     def positions(self) -> torch.Tensor:
         """int64 `[num_tokens]`: each token's index in its sequence."""
-        return torch.from_numpy(self._arrays.positions)
+        return self._tensor("positions")
 
-    @cached_property
+    @property
     def slot_mapping(self) -> torch.Tensor:
         """int64 `[num_tokens]`: frame_id * block_size + offset; -1: already stored, not written."""
-        return torch.from_numpy(self._arrays.slot_mapping)
+        return self._tensor("slot_mapping")
 
-    @cached_property
+    @property
     def seq_lens(self) -> torch.Tensor:
         """int32 `[num_seqs]`: tokens a row attends to at its last token."""
-        return torch.from_numpy(self._arrays.seq_lens)
+        return self._tensor("seq_lens")
 
-    @cached_property
+    @property
     def query_start(self) -> torch.Tensor:
         """int32 `[num_seqs + 1]`: row i has tokens `query_start[i]` to `query_start[i + 1]`."""
-        return torch.from_numpy(self._arrays.query_start)
+        return self._tensor("query_start")
 
-    @cached_property
+    @property
     def last(self) -> torch.Tensor:
         """int64 `[len(ready)]`: the token of each ready sequence whose logits are sampled."""
-        return torch.from_numpy(self._arrays.last)
+        return self._tensor("last")
 
-    @cached_property
+    @property
     def block_table(self) -> torch.Tensor:
-        """int32 `[num_seqs, max_blocks]` of frame ids, unused columns 0. O(entries), once: read it
-        inside the step, the rows may be another's afterwards."""
-        arrays, block_size = self._arrays, self._runtime.config.block_size
-        lengths = -(-arrays.seq_lens // block_size)
-        table = np.zeros((len(lengths), int(lengths.max(initial=0))), np.int32)
-        for i, length in enumerate(lengths.tolist()):
-            start = int(arrays.table_start[i])
-            table[i, :length] = arrays.frame_table[start : start + length]
-        return torch.from_numpy(table)
+        """int32 `[num_seqs, max_blocks]` of frame ids, unused columns 0; rows are not adjacent
+        (`stride(0) >= max_blocks`). O(rows + entries that changed since an earlier step of the same
+        rows). Raises RuntimeError when it is first read after the step's end."""
+        arrays = self._own_arrays()
+        if arrays.table_epoch != self._epoch:
+            if self._ended:
+                raise RuntimeError("this step has ended; read its block_table inside it")
+            with self._runtime.lock:
+                self._runtime.ledger.update_table(arrays)
+        return self._tensor("block_table")
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        """A view of one of the step's arrays, kept with it."""
+        derived = self._own_arrays().derived
+        tensor = derived.get(name)
+        if tensor is None:
+            tensor = derived[name] = torch.from_numpy(getattr(self._arrays, name))
+        return tensor
+
+    def _own_arrays(self) -> StepArrays:
+        """The arrays, unless a later step has them by now."""
+        if self._arrays.epoch != self._epoch:
+            raise RuntimeError(
+                "this step ended some steps ago and its arrays are used again; clone what you keep"
+            )
+        return self._arrays
 
     def group(self, layer: int) -> StepGroup:
         """The tables of the group that a layer belongs to. Raises ValueError for no such layer."""
@@ -132,7 +172,8 @@ class Step:
         self._check_running()
         number = self._layer(layer)
         self._runtime.store.write(number, k, v, self._arrays.slot_mapping)
-        self._written.add(number)
+        if self._written is not None:
+            self._written.add(number)
 
     def attend(
         self,
@@ -219,8 +260,8 @@ class Step:
         return self._ended
 
     def _end(self, *, commit: bool) -> None:
-        runtime, epoch = self._runtime, self._arrays.epoch
-        if runtime.is_forked:  # the step is the parent's
+        runtime, epoch = self._runtime, self._epoch
+        if runtime.fork.in_child:  # the step is the parent's
             self._ended = True
             return
         with runtime.lock:
@@ -232,16 +273,15 @@ class Step:
             plan = runtime.ledger.end_step(epoch, commit=commit and not failed)
             if not failed:
                 runtime.submit(plan)
-            ids = tuple([seq._id for seq in self.seqs])
             kind = "step" if commit and not failed else "abort"
             blocks = len(self._plan.out_device), len(self._plan.in_device)
-            runtime.events.add(kind, ids, *blocks)
+            runtime.events.add(kind, self._ids, *blocks)
 
     def _missing_layers(self) -> list[int]:
-        config = self._runtime.config
-        if not config.debug or not (self._arrays.slot_mapping >= 0).any():
+        if self._written is None or not (self._arrays.slot_mapping >= 0).any():
             return []
-        return [layer for layer in range(config.num_layers) if layer not in self._written]
+        layers = range(self._runtime.config.num_layers)
+        return [layer for layer in layers if layer not in self._written]
 
     def _check_running(self) -> None:
         if self._ended:
@@ -259,13 +299,13 @@ class Step:
 
     def __repr__(self) -> str:
         state = "ended" if self._ended else "open" if self._entered else "planned"
-        return f"<Step {self._arrays.epoch} {state} {len(self.seqs)} rows {self.num_tokens} tokens>"
+        return f"<Step {self._epoch} {state} {len(self._seqs)} rows {self.num_tokens} tokens>"
 
     def __del__(self) -> None:
         if not getattr(self, "_ended", True) and not self._runtime.closed:
-            self._runtime.abandoned.append(self._arrays.epoch)
+            self._runtime.abandoned.append(self._epoch)
             warnings.warn(
-                f"step {self._arrays.epoch} was dropped without `with` or cancel()",
+                f"step {self._epoch} was dropped without `with` or cancel()",
                 ResourceWarning,
                 stacklevel=2,
                 source=self,
@@ -274,17 +314,17 @@ class Step:
 
 def plan_step(
     runtime: Runtime,
-    asked: list[Sequence],
+    records: Ids,
     *,
-    num_tokens: NDArray[np.int32] | None,
+    num_tokens: Ids | None,
     max_tokens: int | None,
     reserve: int,
     need_all: bool,
 ) -> Step:
-    """Plan a step over these handles; the caller holds the lock. Raises Refusal."""
-    records = runtime.records(asked)
+    """Plan a step over the handles whose records were just looked up; the caller holds the lock.
+    Raises Refusal."""
     plan, arrays = runtime.ledger.plan_step(
         records, num_tokens=num_tokens, max_tokens=max_tokens, reserve=reserve, need_all=need_all
     )
     runtime.submit(plan)
-    return Step(runtime, asked, plan, arrays)
+    return Step(runtime, runtime.last_list, runtime.last_ids, plan, arrays)

@@ -186,9 +186,10 @@ class Swapper:
     ) -> Transfer:
         runtime = self._runtime
         try:
-            plan = runtime.submit(act(np.ascontiguousarray(records)))
+            plan = act(np.ascontiguousarray(records))
         except Refusal as refusal:
             raise runtime.explain(refusal, seqs, kind) from None
+        runtime.submit(plan)
         ids = tuple(seq.id for seq in seqs)
         runtime.events.add(kind, ids, len(plan.out_device), len(plan.in_device))
         return Transfer(runtime, plan)

@@ -16,13 +16,15 @@ from kvmem.checks import shown
 
 TokenArray: TypeAlias = NDArray[np.int32]
 MAX_TOKEN = 2**31 - 1
+_INT32 = np.dtype(np.int32)
 
 
-def token_array(name: str, tokens: object) -> TokenArray:
+def token_array(name: str, tokens: object, *, check_values: bool = True) -> TokenArray:
     """`tokens` as a one-dimensional int32 array. O(tokens).
 
     Takes a NumPy array, a CPU tensor, a list or tuple of ints in [0, 2**31). Raises TypeError for
-    another type, ValueError for a wrong shape or value, naming the first bad index.
+    another type, ValueError for a wrong shape or value, naming the first bad index. With
+    `check_values=False` an int32 array may hold negative ones: the caller looks for them.
     """
     if isinstance(tokens, torch.Tensor):
         if tokens.device.type != "cpu":
@@ -40,12 +42,21 @@ def token_array(name: str, tokens: object) -> TokenArray:
         raise ValueError(f"{name} has {array.ndim} dimensions, shape {array.shape}; allowed: 1")
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {array.dtype}; allowed: integers, best int32")
-    if len(array):
-        low, high = int(array.min()), int(array.max())
-        if low < 0 or high > MAX_TOKEN:
-            bad = int(np.flatnonzero((array < 0) | (array > MAX_TOKEN))[0])
-            raise ValueError(f"{name}[{bad}] is out of range; allowed: 0 to 2**31 - 1")
+    is_native = array.dtype == _INT32
+    if not is_native or check_values:
+        check_token_values(name, array)
+    if is_native and array.flags.c_contiguous:
+        return array
     return np.ascontiguousarray(array, np.int32)
+
+
+def check_token_values(name: str, array: NDArray[Any]) -> None:
+    """Raise ValueError, naming the first bad index, unless all are in [0, 2**31). O(tokens)."""
+    if not len(array):
+        return
+    if array.min() < 0 or (array.dtype != _INT32 and array.max() > MAX_TOKEN):
+        bad = int(np.flatnonzero((array < 0) | (array > MAX_TOKEN))[0])
+        raise ValueError(f"{name}[{bad}] is out of range; allowed: 0 to 2**31 - 1")
 
 
 def _from_tensor(name: str, tensor: torch.Tensor) -> NDArray[Any]:

@@ -127,6 +127,13 @@ class Driver:
         """The body of a step."""
         starts = step.query_start.tolist()
         lengths = step.seq_lens.tolist()
+        host = step.host
+        for row, begin, length in zip(
+            step.block_table.tolist(), host.table_start, lengths, strict=True
+        ):
+            end = begin + -(-length // self.config.block_size)
+            frames = host.frame_table[begin:end].tolist()
+            assert row == frames + [0] * (len(row) - len(frames))
         stamps = [self.stamps(seq)[:n] for seq, n in zip(step.seqs, lengths, strict=True)]
         for i, seq in enumerate(step.seqs):
             part = slice(starts[i], starts[i + 1])
@@ -280,7 +287,7 @@ def state_of(manager: kvmem.Manager) -> dict[str, Any]:
             runtime.ledger.table_of(s).tobytes(),
         )
     dump["namespaces by name"] = dict(runtime.ledger._namespaces)
-    dump["open steps"] = sorted(runtime.ledger.open_rows)
+    dump["open steps"] = sorted(runtime.ledger.open_steps)
     dump["extras"] = dict(runtime.extras._ids)
     dump["handles"] = sorted(runtime.handles)
     dump["transfers"] = {name: queue.last for name, queue in store._transfers.items()}

@@ -331,8 +331,9 @@ def test_case_37_a_copy_out_waits_for_the_step_that_writes() -> None:
             with pytest.raises(RuntimeError, match="end the step first"):
                 d.manager.swap_out([child])
             assert_same(before, state_of(d.manager))
-            d.manager.swap_out([seq])  # shares the full block with the open step
+            early = d.manager.swap_out([seq])  # shares the full block with the open step
             d.run(step)
+        early.wait(30)
         d.manager.append([other], [6])
         seen: list[bool] = []
         d.store.device.hook = lambda *_: seen.append(step.ended)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .decide import PLANNED, clear_marks, computed_after, stored_after, writes_shared
-from .jit import compiled, entry_point
+from .jit import compiled
 from .residency import (
     arrive,
     device_at,
@@ -23,6 +23,16 @@ from .residency import (
 from .sequence import entry, make_resident, num_blocks_for, trim_tail
 from .spans import ensure_table
 from .state import GROUP, RESIDENT, Rows, State
+from .step_arrays import (
+    EPOCH,
+    IS_FILLED,
+    MAX_QUERY_LEN,
+    MAX_SEQ_LEN,
+    NUM_READY,
+    NUM_ROWS,
+    NUM_TOKENS,
+    Batch,
+)
 
 
 @compiled
@@ -107,6 +117,7 @@ def copy_on_write(state: State, row_at: Rows) -> None:
     at = state.tables[s, GROUP].start + row.copy_index
     state.table[at] = b
     state.frame_table[at] = state.blocks[b].device_frame
+    sequence.table_changed = ledger.clock
     i = ledger.num_copies
     state.copy_list[i, 0] = state.blocks[row.copy_source].device_frame
     state.copy_list[i, 1] = state.blocks[b].device_frame
@@ -145,7 +156,7 @@ def carry_out(state: State, rows: Rows, found: NDArray[np.int32]) -> int:
     """Make every planned row RESIDENT with room for its tokens; return the step's epoch.
     O(blocks that become resident + new blocks)."""
     ledger = state.ledger[0]
-    clear_marks(state, rows, rows.shape[0], found)
+    clear_marks(state, rows, found)
     ledger.epoch += 1
     for i in range(rows.shape[0]):
         if rows[i].reason == PLANNED:
@@ -157,47 +168,61 @@ def carry_out(state: State, rows: Rows, found: NDArray[np.int32]) -> int:
     return int(ledger.epoch)
 
 
-@entry_point
-def fill_rows(
-    state: State,
-    rows: Rows,
-    tokens: NDArray[np.int64],
-    positions: NDArray[np.int64],
-    slot_mapping: NDArray[np.int64],
-    seq_lens: NDArray[np.int32],
-    query_start: NDArray[np.int32],
-    table_start: NDArray[np.int64],
-    last: NDArray[np.int64],
-    is_ready: NDArray[np.bool_],
-) -> int:
-    """Write the arrays of a step, rows in order; return how many rows are ready. O(tokens)."""
-    block_size = state.ledger[0].block_size
-    at = 0
-    r = 0
-    num_ready = 0
-    query_start[0] = 0
+@compiled
+def fill_row(state: State, row_at: Rows, batch: Batch, first_token: int) -> int:
+    """Write the tokens, positions and slots of a row; return its context length. O(tokens)."""
+    row = row_at[0]
+    sequence = state.sequences[row.sequence]
+    block_size = state.node_keys.shape[1]
+    start = state.tables[row.sequence, GROUP].start
+    first = int(sequence.num_computed)
+    for k in range(row.num_tokens):
+        position = first + k
+        at = first_token + k
+        batch.tokens[at] = state.tokens[sequence.tokens_start + position]
+        batch.positions[at] = position
+        if position < sequence.num_stored:
+            batch.slot_mapping[at] = -1  # full hit: its K/V is there and shared
+        else:
+            f = np.int64(state.frame_table[start + position // block_size])
+            batch.slot_mapping[at] = f * block_size + position % block_size
+    return first + int(row.num_tokens)
+
+
+@compiled
+def fill_rows(state: State, rows: Rows, batch: Batch) -> None:
+    """Write the arrays of a step, rows in order, and their lengths; only the latter when the arrays
+    are too short. O(tokens)."""
+    report = batch.report
+    total = 0
+    num_rows = 0
+    for i in range(rows.shape[0]):
+        if rows[i].reason == PLANNED:
+            total += rows[i].num_tokens
+            num_rows += 1
+    report[NUM_ROWS], report[NUM_TOKENS], report[NUM_READY] = num_rows, total, 0
+    report[MAX_QUERY_LEN] = report[MAX_SEQ_LEN] = 0
+    report[EPOCH] = state.ledger[0].epoch
+    report[IS_FILLED] = 1 if total <= batch.tokens.shape[0] else 0
+    if report[IS_FILLED] == 0:
+        return
+    at = r = num_ready = 0
+    batch.query_start[0] = 0
     for i in range(rows.shape[0]):
         if rows[i].reason != PLANNED:
             continue
-        sequence = state.sequences[rows[i].sequence]
-        start = state.tables[rows[i].sequence, GROUP].start
-        first = int(sequence.num_computed)
-        for position in range(first, first + rows[i].num_tokens):
-            tokens[at] = state.tokens[sequence.tokens_start + position]
-            positions[at] = position
-            if position < sequence.num_stored:
-                slot_mapping[at] = -1  # full hit: its K/V is there and shared
-            else:
-                f = np.int64(state.frame_table[start + position // block_size])
-                slot_mapping[at] = f * block_size + position % block_size
-            at += 1
-        end = first + rows[i].num_tokens
-        seq_lens[r] = end
-        query_start[r + 1] = at
-        table_start[r] = start
-        is_ready[r] = end == sequence.num_tokens
-        r += 1
-        if end == sequence.num_tokens:
-            last[num_ready] = at - 1
+        s, count = rows[i].sequence, rows[i].num_tokens
+        end = fill_row(state, rows[i : i + 1], batch, at)
+        at += count
+        batch.seq_lens[r] = end
+        batch.num_tokens[r] = count
+        batch.query_start[r + 1] = at
+        batch.table_start[r] = state.tables[s, GROUP].start
+        batch.is_ready[r] = end == state.sequences[s].num_tokens
+        if batch.is_ready[r]:
+            batch.last[num_ready] = at - 1
             num_ready += 1
-    return num_ready
+        report[MAX_QUERY_LEN] = max(report[MAX_QUERY_LEN], count)
+        report[MAX_SEQ_LEN] = max(report[MAX_SEQ_LEN], end)
+        r += 1
+    report[NUM_READY] = num_ready

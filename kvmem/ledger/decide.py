@@ -14,11 +14,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from .jit import compiled, entry_point
+from .jit import compiled
 from .sequence import entry, num_blocks_for, path_end
 from .spans import span_capacity
 from .state import DEVICE, GROUP, MARKED, RESIDENT, Rows, State
-from .trie import find_child, hash_row, parent_hash
+from .trie import find_path, hash_row, parent_hash
 
 # Codes that batch operations return.
 OK = 0
@@ -33,6 +33,7 @@ TOO_MANY_ACCEPTED = 8
 IN_STEP = 9
 TOO_MANY_PINS = 10
 GROW_LISTS = 11
+BAD_TOKEN = 12
 
 # Why a row is left out of a step (Step.left_out).
 PLANNED = 0
@@ -46,9 +47,9 @@ NO_HASH = -1
 
 
 @compiled
-def clear_marks(state: State, rows: Rows, num_rows: int, found: NDArray[np.int32]) -> None:
+def clear_marks(state: State, rows: Rows, found: NDArray[np.int32]) -> None:
     """Take back the MARKED bits of the planned rows. O(marked)."""
-    for i in range(num_rows):
+    for i in range(rows.shape[0]):
         row = rows[i]
         table = state.tables[row.sequence, GROUP]
         if state.sequences[row.sequence].state != RESIDENT:
@@ -58,7 +59,7 @@ def clear_marks(state: State, rows: Rows, num_rows: int, found: NDArray[np.int32
             state.blocks[found[j]].bits &= ~MARKED
 
 
-@entry_point
+@compiled
 def look_up(state: State, row_at: Rows, found: NDArray[np.int32], top: int) -> int:
     """Find the cached blocks that continue a row's table, into `found[top:]`; return the hash of
     the next block if its tokens are known, else NO_HASH. O(tokens hit)."""
@@ -74,25 +75,33 @@ def look_up(state: State, row_at: Rows, found: NDArray[np.int32], top: int) -> i
     known = int(sequence.num_tokens - sequence.num_drafts) // block_size
     if i >= known:
         return NO_HASH
-    limit = known
-    if sequence.max_cached >= 0:
-        limit = min(known, int(sequence.max_cached) // block_size)
     parent = path_end(state, s)
-    row_hash = parent_hash(state, parent)
-    inside = sequence.num_stored % block_size != 0  # its own block is begun: no hit, only a hash
-    while i < known:
+    if may_hit(state, row_at):
+        limit = known
+        if sequence.max_cached >= 0:
+            limit = min(known, int(sequence.max_cached) // block_size)
         start = int(sequence.keys_start) + i * block_size
-        row_hash = hash_row(state, row_hash, start)
-        if inside or i >= limit:
-            return row_hash
-        n = find_child(state, parent, row_hash, start)
-        if n == 0:
-            return row_hash
-        found[top + row.num_found] = state.node_blocks[n, GROUP]
-        row.num_found += 1
-        parent = n
-        i += 1
-    return NO_HASH
+        row.num_found = find_path(state, parent, start, limit - i, found, top)
+        if row.num_found:
+            i += row.num_found
+            parent = int(state.blocks[found[top + row.num_found - 1]].node)
+    if i >= known:
+        return NO_HASH
+    start = int(sequence.keys_start) + i * block_size
+    return hash_row(state, parent_hash(state, parent), start)
+
+
+@compiled
+def may_hit(state: State, row_at: Rows) -> bool:
+    """True when a cached block could be a row's next: it has not begun its own, nor reached its
+    limit. O(1)."""
+    sequence = state.sequences[row_at[0].sequence]
+    block_size = state.ledger[0].block_size
+    stored = stored_after(state, row_at)
+    return bool(
+        stored % block_size == 0
+        and (sequence.max_cached < 0 or stored // block_size < sequence.max_cached // block_size)
+    )
 
 
 @compiled
@@ -256,7 +265,9 @@ def decide_row(
         row.reason = NEVER
     elif budget == 0:
         row.reason = BUDGET
-    elif budget > 0 and row_hash != NO_HASH and has_hash(hashes, row_hash):
+    elif (
+        budget > 0 and row_hash != NO_HASH and may_hit(state, row_at) and has_hash(hashes, row_hash)
+    ):
         row.reason = ARRIVING
     else:
         row.reason = PLANNED
@@ -302,6 +313,10 @@ def decide(
     ledger = state.ledger[0]
     ledger.num_needed = 0
     ledger.num_reclaimed = 0
+    for i in range(rows.shape[0]):
+        if state.sequences[rows[i].sequence].step:
+            ledger.error_row = i
+            return IN_STEP
     hashes[:] = NO_HASH
     if need_all:  # before any shortage, so that nobody waits for what can't come
         ledger.error_row = find_too_long(state, rows, reserve)

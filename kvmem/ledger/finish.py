@@ -58,6 +58,26 @@ def commit_row(state: State, row_at: Rows, epoch: int) -> None:
 
 
 @compiled
+def commit_decode(state: State, row_at: Rows) -> None:
+    """`commit_row` of a row that decode.py planned: one token, into its block `tail`. O(1), or
+    O(block_size) when that is full."""
+    row = row_at[0]
+    sequence, block = state.sequences[row.sequence], state.blocks[row.tail]
+    if row.old_queried == 0:
+        state.ledger[0].query_tokens += sequence.num_tokens - sequence.num_drafts
+    block_size = state.node_keys.shape[1]
+    stored = sequence.num_stored + 1
+    block.num_tokens += 1
+    sequence.num_computed = sequence.num_stored = stored
+    sequence.fresh = 0
+    if (sequence.num_published + 1) * block_size <= stored:
+        publish(state, int(row.sequence))
+    sequence.step = 0
+    if sequence.freed:
+        end_sequence(state, int(row.sequence))
+
+
+@compiled
 def restore_copy(state: State, row_at: Rows) -> None:
     """Give a row its shared block back and drop the copy. O(1)."""
     row = row_at[0]
@@ -67,6 +87,7 @@ def restore_copy(state: State, row_at: Rows) -> None:
     b = int(state.table[at])
     state.table[at] = row.copy_source
     state.frame_table[at] = state.blocks[row.copy_source].device_frame
+    state.sequences[row.sequence].table_changed = state.ledger[0].clock
     state.blocks[b].ref_count = 0
     leave_residency(state, b, state.sequences[row.sequence].last_step)
     settle(state, b)
@@ -96,7 +117,11 @@ def finish(state: State, rows: Rows, epoch: int, commit: bool) -> None:
     """End a step. Rows are put back in reverse, so that the LRU keeps its order. O(tokens)."""
     if commit:
         for i in range(rows.shape[0]):
-            if rows[i].reason == PLANNED:
+            if rows[i].reason != PLANNED:
+                continue
+            if rows[i].tail:
+                commit_decode(state, rows[i : i + 1])
+            else:
                 commit_row(state, rows[i : i + 1], epoch)
     else:
         for i in range(rows.shape[0] - 1, -1, -1):

@@ -7,31 +7,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import decide
-from .spans import SMALLEST
-from .state import State, grown
+from .address import addresses_of
+from .spans import FIRST_UNEVEN, LINE, SMALLEST
+from .state import LAYOUT, State, grown
 
 
 def span_capacity(length: int) -> int:
     """Entries of the span that holds `length` entries, as spans.py has it."""
-    return max(SMALLEST, 1 << max(0, length - 1).bit_length())
+    c = 0
+    while (capacity := (SMALLEST << c) + (LINE if c >= FIRST_UNEVEN else 0)) < length:
+        c += 1
+    return capacity
 
 
 class GrowingState:
     """The `State` of a ledger, replaced by a longer one when it grows, and its namespaces."""
 
     def __init__(self, state: State) -> None:
-        self.state = state
+        self._hold(state)
         self._namespaces: dict[bytes, int] = {}
         self._free_namespaces = list(range(1, len(state.namespaces)))
         self._found: NDArray[np.int32] = np.zeros(256, np.int32)
 
     # --- arrays ---------------------------------------------------------------------------------
 
+    def _hold(self, state: State) -> None:
+        """Take these arrays for the ledger's, and their addresses for its calls."""
+        self.state = state
+        self.addresses = addresses_of(state, LAYOUT)
+
     def _grow(self, *names: str, length: int) -> None:
         """Let arrays of the state have at least `length` rows."""
-        self.state = self.state._replace(
-            **{name: grown(getattr(self.state, name), length) for name in names}
-        )
+        longer = {name: grown(getattr(self.state, name), length) for name in names}
+        self._hold(self.state._replace(**longer))
 
     def _room_for_tokens(self, entries: int) -> None:
         need = int(self.state.ledger["tokens_top"][0]) + entries

@@ -15,6 +15,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numba
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -37,3 +40,34 @@ def _njit(function: Function, **wrappers: bool) -> Function:
         return cast(Function, numba.njit(_nrt=False, **options)(function))
     except (KeyError, TypeError, numba.errors.NumbaError):
         return cast(Function, numba.njit(**options)(function))
+
+
+def _wrap(value: int) -> int:
+    return (int(value) + (1 << 63)) % (1 << 64) - (1 << 63) if JIT_DISABLED else value
+
+
+#: The value as 64 bits hold it: what compiled integers do by themselves, and Python's do not.
+wrap = compiled(_wrap)
+
+
+def _prefetch_in_python(array: Any, i: int) -> None:
+    """Nothing to ask for."""
+
+
+def _prefetch(typing_context: Any, array: Any, i: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        struct = context.make_array(signature.args[0])(context, builder, arguments[0])
+        stride = cgutils.unpack_tuple(builder, struct.strides)[0]
+        pointer = builder.bitcast(struct.data, cgutils.voidptr_t)
+        at = builder.gep(pointer, [builder.mul(stride, arguments[1])])
+        flag = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, flag, flag, flag])
+        hint = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], kind)
+        builder.call(hint, [at, flag(0), flag(3), flag(1)])  # to read, to keep, data
+        return context.get_dummy_value()
+
+    return numba.types.void(array, numba.types.intp), build
+
+
+#: `prefetch(array, i)` asks for the cache line where row `i` of an array begins.
+prefetch = _prefetch_in_python if JIT_DISABLED else intrinsic(_prefetch)

@@ -8,14 +8,14 @@ move, the `Plan` that says how.
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvmem.plan import Plan
 
-from . import carry_out, decide, ops_sequences, ops_steps, ops_tiers
+from . import decide, ops_sequences, ops_steps, ops_tiers
 from .growth import GrowingState, span_capacity
 from .raising import Refusal, refuse
 from .state import (
@@ -23,12 +23,17 @@ from .state import (
     GROUP,
     NO_SEQUENCE,
     RESIDENT,
-    ROW,
     SWAPPED,
     make_state,
-    records,
 )
-from .step_arrays import StepArrays
+from .step_arrays import (
+    HAS_PLAN,
+    IS_FILLED,
+    NUM_TOKENS,
+    REPORT_LENGTH,
+    SEALED,
+    StepArrays,
+)
 from .verify import verify
 
 Ids = NDArray[np.int32]
@@ -54,13 +59,16 @@ class Ledger(GrowingState):
             block_size=block_size,
             write_back=write_back,
             record_fills=record_fills,
-            hash_seed=secrets.randbits(31) if hash_seed is None else hash_seed,
+            hash_seed=secrets.randbits(128) if hash_seed is None else hash_seed,
         )
         super().__init__(state)
-        self.open_rows: dict[int, NDArray[Any]] = {}  # epoch -> rows of an open step
+        self.open_steps: dict[int, StepArrays] = {}  # by epoch
+        self._spare: deque[StepArrays] = deque()  # of ended steps, the longest ended first
+        self._asking = StepArrays()  # of questions that plan nothing
         self._hashes = np.zeros(16, np.int64)
         self._need = np.zeros(2, np.int64)
-        self._sealed = np.zeros(12, np.int64)
+        self._report = np.zeros(REPORT_LENGTH, np.int64)
+        self._retired = (0, 0)
 
     # --- sequences ------------------------------------------------------------------------------
 
@@ -73,15 +81,13 @@ class Ledger(GrowingState):
         priority: int = 0,
         publish: bool = True,
         max_cached: int = -1,
-        forecast: bool = True,
     ) -> int:
-        """A WAITING sequence; with `forecast`, `num_cached` says what the trie would serve now.
-        O(tokens)."""
+        """A WAITING sequence. O(tokens)."""
         self._room_for_sequences(1)
         self._room_for_tokens(2 * span_capacity(len(tokens)))
         number = self.namespace_id(namespace)
         s = ops_sequences.create(
-            self.state,
+            self.addresses,
             tokens,
             _NO_IDS if keys is None else keys,
             number,
@@ -89,8 +95,6 @@ class Ledger(GrowingState):
             publish,
             max_cached,
         )
-        if forecast and len(tokens):
-            self.state.sequences["num_cached"][s] = len(self.look_up(s)) * self.block_size
         return int(s)
 
     def look_up(self, s: int) -> Ids:
@@ -98,26 +102,35 @@ class Ledger(GrowingState):
         most = int(self.state.sequences["num_tokens"][s]) // self.block_size
         if most > len(self._found):
             self._found = np.zeros(2 * most, np.int32)
-        rows = self._rows([s])
-        decide.look_up(self.state, rows, self._found, 0)
-        return self._found[: int(rows["num_found"][0])].copy()
+        asking = self._asking.addresses
+        count = ops_steps.look_up_cached(self.addresses, asking, s, self._found)
+        return self._found[:count].copy()
 
-    def append(self, seqs: Ids, counts: NDArray[np.int64], tokens: Ids, draft: bool) -> None:
-        """Append `counts[i]` of `tokens` to each sequence. O(tokens)."""
-        while code := ops_sequences.append(self.state, seqs, counts, tokens, draft):
+    def num_cached(self, s: int) -> int:
+        """Tokens of a sequence that the trie served; before its first plan, what it would serve
+        now. O(1), then O(tokens hit)."""
+        sequence = self.state.sequences[s]
+        if sequence["queried"]:
+            return int(sequence["num_cached"])
+        return len(self.look_up(s)) * self.block_size
+
+    def append(self, seqs: Ids, counts: NDArray[np.int64] | None, tokens: Ids, draft: bool) -> None:
+        """Append `counts[i]` of `tokens` to each sequence, without counts one each. O(tokens)."""
+        counts = _ONE_EACH if counts is None else counts
+        while code := ops_sequences.append(self.addresses, seqs, counts, tokens, draft):
             if not self._retry(code):
                 raise refuse(self.state, code)
 
     def accept(self, seqs: Ids, accepted: NDArray[np.int64], tokens: Ids) -> Plan:
         """Keep `accepted[i]` drafts of each, drop the others, append one token each."""
-        while code := ops_sequences.accept(self.state, seqs, accepted, tokens):
+        while code := ops_sequences.accept(self.addresses, seqs, accepted, tokens):
             if not self._retry(code):
                 raise refuse(self.state, code)
         return self.seal()
 
     def truncate(self, seqs: Ids, lengths: NDArray[np.int64]) -> Plan:
         """Cut each sequence to `lengths[i]` tokens."""
-        code = ops_sequences.truncate(self.state, seqs, lengths)
+        code = ops_sequences.truncate(self.addresses, seqs, lengths)
         if code:
             raise refuse(self.state, code)
         return self.seal()
@@ -139,7 +152,7 @@ class Ledger(GrowingState):
         children = []
         for _ in range(count):
             child = ops_sequences.create(
-                self.state,
+                self.addresses,
                 tokens,
                 _NO_IDS if keys_start == start else keys,
                 int(parent["namespace"]),
@@ -147,13 +160,13 @@ class Ledger(GrowingState):
                 bool(parent["publish"]),
                 int(parent["max_cached"]),
             )
-            ops_sequences.fork_into(self.state, s, child)
+            ops_sequences.fork_into(self.addresses, s, child)
             children.append(int(child))
         return children
 
     def free(self, seqs: Ids) -> Plan:
         """End sequences; those in an open step end with it."""
-        ops_sequences.free(self.state, seqs)
+        ops_sequences.free(self.addresses, seqs)
         return self.seal()
 
     def tokens_of(self, s: int) -> Ids:
@@ -170,35 +183,21 @@ class Ledger(GrowingState):
 
     # --- steps ----------------------------------------------------------------------------------
 
-    def _rows(self, seqs: Ids | list[int], num_tokens: Ids | None = None) -> NDArray[Any]:
-        rows = records(len(seqs), ROW)
-        rows["sequence"] = seqs
-        rows["num_tokens"] = -1 if num_tokens is None else num_tokens
-        return rows
+    def _ask(self, seqs: Ids, max_tokens: int | None) -> tuple[int, NDArray[np.int64]]:
+        """The budget as the compiled functions take it, and the scratch it needs."""
+        if max_tokens is None:
+            return -1, self._hashes[:1]
+        if max_tokens == 0:
+            return 0, self._hashes[:1]
+        known = int(self.state.sequences["num_tokens"][seqs].sum()) if len(seqs) else 0
+        size = 2 * (min(max_tokens, known) // self.block_size + 2 * len(seqs)) + 16
+        if size > len(self._hashes):
+            self._hashes = np.zeros(size, np.int64)
+        return max_tokens, self._hashes
 
-    def _decide(
-        self,
-        seqs: Ids,
-        num_tokens: Ids | None,
-        max_tokens: int | None,
-        reserve: int,
-        need_all: bool,
-        act: bool,
-    ) -> tuple[int, NDArray[Any]]:
-        budget = -1 if max_tokens is None else max_tokens
-        if budget > 0:
-            known = int(self.state.sequences["num_tokens"][seqs].sum()) if len(seqs) else 0
-            size = 2 * (min(budget, known) // self.block_size + 2 * len(seqs)) + 16
-            if size > len(self._hashes):
-                self._hashes = np.zeros(size, np.int64)
-        hashes = self._hashes if budget > 0 else self._hashes[:1]
-        while True:
-            rows = self._rows(seqs, num_tokens)
-            code = ops_steps.plan_step(
-                self.state, rows, self._found, budget, reserve, need_all, act, hashes, self._need
-            )
-            if not self._retry(code):
-                return code, rows
+    def _take_arrays(self) -> StepArrays:
+        """Arrays for a step; never those of the step that ended last, which may still be read."""
+        return self._spare.popleft() if len(self._spare) > 1 else StepArrays()
 
     def plan_step(
         self,
@@ -209,50 +208,40 @@ class Ledger(GrowingState):
         reserve: int = 0,
         need_all: bool = True,
     ) -> tuple[Plan, StepArrays]:
-        """Plan a step over these sequences, see decide.py. Raises Refusal, changing nothing."""
-        code, rows = self._decide(seqs, num_tokens, max_tokens, reserve, need_all, act=True)
-        if code:
-            raise refuse(self.state, code)
-        planned = rows["reason"] == decide.PLANNED
-        counts = rows["num_tokens"][planned].astype(np.int32)
-        total, num_rows = int(counts.sum()), len(counts)
-        arrays = StepArrays(
-            epoch=int(self.state.ledger["epoch"][0]),
-            rows=rows,
-            tokens=np.empty(total, np.int64),
-            positions=np.empty(total, np.int64),
-            slot_mapping=np.empty(total, np.int64),
-            seq_lens=np.empty(num_rows, np.int32),
-            query_start=np.empty(num_rows + 1, np.int32),
-            table_start=np.empty(num_rows, np.int64),
-            frame_table=self.state.frame_table,
-            last=np.empty(num_rows, np.int64),
-            is_ready=np.empty(num_rows, np.bool_),
-            num_tokens=counts,
-        )
-        num_ready = carry_out.fill_rows(
-            self.state,
-            rows,
-            arrays.tokens,
-            arrays.positions,
-            arrays.slot_mapping,
-            arrays.seq_lens,
-            arrays.query_start,
-            arrays.table_start,
-            arrays.last,
-            arrays.is_ready,
-        )
-        arrays.last = arrays.last[:num_ready]
-        self.open_rows[arrays.epoch] = rows
-        plan = self.seal()
+        """Plan a step over these sequences, see decide.py. Raises Refusal, changing nothing.
+
+        The arrays are used again by the second step planned after this one has ended.
+        """
+        budget, hashes = self._ask(seqs, max_tokens)
+        arrays = self._take_arrays()
+        count, is_limited = len(seqs), num_tokens is not None
+        arrays.ask(seqs, num_tokens)
+        while code := ops_steps.plan_step(
+            self.addresses, arrays.addresses, count, is_limited, self._found, budget, reserve,
+            need_all, hashes, self._need,
+        ):  # fmt: skip
+            if not self._retry(code):
+                self._spare.appendleft(arrays)
+                raise refuse(self.state, code)
+        report = arrays.whole.report.tolist()
+        if not report[IS_FILLED]:
+            arrays.make_longer(report[NUM_TOKENS])
+            ops_steps.fill_step(self.addresses, arrays.addresses, count)
+            report = arrays.whole.report.tolist()
+        arrays.take(report, self.state.frame_table)
+        self.open_steps[arrays.epoch] = arrays
+        plan = self._plan(report) if report[HAS_PLAN] else arrays.plan
         plan.step_epoch = arrays.epoch
         return plan, arrays
 
     def end_step(self, epoch: int, *, commit: bool) -> Plan:
         """End an open step: count and publish, or put everything back."""
-        rows = self.open_rows.pop(epoch)
-        ops_steps.end_step(self.state, rows, epoch, commit)
-        return self.seal()
+        arrays = self.open_steps.pop(epoch)
+        has_plan = ops_steps.end_step(
+            self.addresses, arrays.addresses, len(arrays.rows), epoch, commit
+        )
+        self._spare.append(arrays)
+        return self._plan(arrays.whole.report.tolist()) if has_plan else _NO_PLAN
 
     def fits(
         self,
@@ -265,8 +254,24 @@ class Ledger(GrowingState):
         """ "yes", "later" or "never": what `plan_step` with all rows would do (R7)."""
         if reserve > int(self.state.pools["num_frames"][DEVICE]):
             return "never"
-        code, _ = self._decide(seqs, num_tokens, max_tokens, reserve, True, act=False)
+        budget, hashes = self._ask(seqs, max_tokens)
+        asking = self._asking
+        asking.ask(seqs, num_tokens)
+        while code := ops_steps.would_plan(
+            self.addresses, asking.addresses, len(seqs), num_tokens is not None, self._found,
+            budget, reserve, hashes, self._need,
+        ):  # fmt: skip
+            if not self._retry(code):
+                break
+        if code == decide.IN_STEP:
+            raise refuse(self.state, code)
         return {decide.OK: "yes", decide.TOO_LONG: "never"}.get(code, "later")
+
+    def update_table(self, arrays: StepArrays) -> None:
+        """Bring the dense table of an open step in line. O(rows + entries changed)."""
+        columns = -(-arrays.max_seq_len // self.block_size)
+        arrays.show_table(columns)
+        ops_steps.patch_table(self.addresses, arrays.addresses, len(arrays.rows))
 
     # --- tiers ----------------------------------------------------------------------------------
 
@@ -282,14 +287,14 @@ class Ledger(GrowingState):
         """Make RESIDENT sequences SWAPPED; the others are left as they are."""
         seqs = self._in_state(seqs, RESIDENT)
         self._room_for_lists(self._num_entries(seqs))
-        code = ops_tiers.swap_out(self.state, seqs, self._need)
+        code = ops_tiers.swap_out(self.addresses, seqs, self._need)
         if code:
             raise refuse(self.state, code)
         return self.seal()
 
     def give_up(self, seqs: Ids) -> Plan:
         """Let sequences keep only their tokens."""
-        code = ops_tiers.give_up(self.state, seqs)
+        code = ops_tiers.give_up(self.addresses, seqs)
         if code:
             raise refuse(self.state, code)
         return self.seal()
@@ -298,7 +303,7 @@ class Ledger(GrowingState):
         """Make SWAPPED sequences RESIDENT; the others are left as they are."""
         seqs = self._in_state(seqs, SWAPPED)
         self._room_for_lists(self._num_entries(seqs))
-        code = ops_tiers.swap_in(self.state, seqs, self._need)
+        code = ops_tiers.swap_in(self.addresses, seqs, self._need)
         if code:
             raise refuse(self.state, code)
         return self.seal()
@@ -307,32 +312,37 @@ class Ledger(GrowingState):
         """Evict up to `num_blocks` cached blocks of a tier; how many it were."""
         most = min(num_blocks, int(self.state.pools["num_evictable"][tier]))
         self._room_for_lists(most)
-        count = ops_tiers.evict(self.state, most, tier)
+        count = ops_tiers.evict(self.addresses, most, tier)
         return int(count), self.seal()
 
     def change_pins(self, blocks: Ids, change: int) -> Plan:
         """Pin blocks or unpin them. Raises Refusal when a block has too many pins."""
         if change > 0 and len(blocks) and self.state.blocks["num_pins"][blocks].max() >= 32767:
             raise refuse(self.state, decide.TOO_MANY_PINS)
-        ops_tiers.change_pins(self.state, blocks, change)
+        ops_tiers.change_pins(self.addresses, blocks, change)
         return self.seal()
 
     def reset(self, namespace: bytes | None) -> Plan:
         """Forget cached content of a namespace, or of all."""
-        if self.open_rows:  # whether or not that namespace exists: others must not be told
+        if self.open_steps:  # whether or not that namespace exists: others must not be told
             raise refuse(self.state, decide.IN_STEP)
         number = 0 if namespace is None else self._namespaces.get(namespace, -1)
         if number >= 0:
             roots = np.zeros(len(self.state.nodes), np.int32)
-            ops_tiers.reset(self.state, number, roots)
+            ops_tiers.reset(self.addresses, number, roots)
         return self.seal()
 
     # --- plans ----------------------------------------------------------------------------------
 
     def seal(self) -> Plan:
         """The plan of the call just made; its ids are issued, its lists emptied."""
-        ops_steps.seal(self.state, self._sealed)
-        out_id, num_out, out_after_step, out_after_in, *rest = self._sealed.tolist()
+        if not ops_steps.seal_plan(self.addresses, self._report):
+            return _NO_PLAN
+        return self._plan(self._report.tolist())
+
+    def _plan(self, report: list[int]) -> Plan:
+        """The plan whose numbers `seal` left in a report; the lists are copied."""
+        out_id, num_out, out_after_step, out_after_in, *rest = report[SEALED:]
         in_id, num_in, in_after_step, in_after_out, *rest = rest
         step_after_in, step_after_out, num_copies, num_fills = rest
         plan = Plan(step_after_in=step_after_in, step_after_out=step_after_out)
@@ -352,8 +362,10 @@ class Ledger(GrowingState):
 
     def retire(self, out_id: int, in_id: int) -> None:
         """Note that transfers up to these ids are done."""
-        self.state.ledger["retired_out"][0] = out_id
-        self.state.ledger["retired_in"][0] = in_id
+        if (out_id, in_id) != self._retired:
+            self._retired = (out_id, in_id)
+            self.state.ledger["retired_out"][0] = out_id
+            self.state.ledger["retired_in"][0] = in_id
 
     # --- checks ---------------------------------------------------------------------------------
 
@@ -361,8 +373,8 @@ class Ledger(GrowingState):
         """Check R1-R5 on the records, see verify.py. Raises LedgerCorrupt."""
         sources = [
             int(b)
-            for rows in self.open_rows.values()
-            for b in rows["copy_source"][rows["reason"] == decide.PLANNED]
+            for arrays in self.open_steps.values()
+            for b in arrays.rows["copy_source"][arrays.rows["reason"] == decide.PLANNED]
             if b
         ]
         verify(self.state, sources)
@@ -372,8 +384,8 @@ class Ledger(GrowingState):
         return -(-num_tokens // self.block_size)
 
     def dump(self) -> str:
-        """Counters and pools in words, for `verify`; without the hash seed, which is a secret."""
-        names = [n for n in self.state.ledger.dtype.names or () if n != "hash_seed"]
+        """Counters and pools in words, for `verify`."""
+        names = self.state.ledger.dtype.names or ()
         counters = ", ".join(f"{n}={int(self.state.ledger[n][0])}" for n in names)
         return f"{counters}; pools {self.state.pools.tolist()}"
 
@@ -385,6 +397,8 @@ class Ledger(GrowingState):
 
 _NO_IDS = np.zeros(0, np.int32)
 _NO_IDS.setflags(write=False)
+_ONE_EACH = np.zeros(0, np.int64)  # counts that were not given
+_NO_PLAN = Plan()  # of a call that moves nothing
 
 
 def _columns(array: NDArray[np.int32], count: int) -> tuple[Ids, Ids, Ids]:

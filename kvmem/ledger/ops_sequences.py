@@ -9,20 +9,21 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from .decide import DRAFTS_PENDING, GROW_TOKENS, IN_STEP, OK, TOO_MANY_ACCEPTED
+from .address import Addresses
+from .decide import BAD_TOKEN, DRAFTS_PENDING, GROW_TOKENS, IN_STEP, OK, TOO_MANY_ACCEPTED
 from .jit import compiled, entry_point
 from .publish import publish
 from .residency import settle_lists
 from .sequence import any_in_step, cut, end_sequence
 from .spans import ensure_table, ensure_tokens, span_capacity, take_tokens_span
-from .state import GROUP, RESIDENT, WAITING, State
+from .state import GROUP, RESIDENT, WAITING, State, opened
 
 Ids = NDArray[np.int32]
 
 
 @entry_point
 def create(
-    state: State,
+    addresses: Addresses,
     values: NDArray[np.int32],
     keys: NDArray[np.int32],
     namespace: int,
@@ -32,6 +33,7 @@ def create(
 ) -> int:
     """A WAITING sequence with these tokens; `keys` (empty: the tokens) is what the trie compares.
     Python made room for one record and the spans. O(tokens)."""
+    state = opened(addresses)
     ledger = state.ledger[0]
     s = int(ledger.sequence_free)
     sequence, table = state.sequences[s], state.tables[s, GROUP]
@@ -49,6 +51,7 @@ def create(
     sequence.publish = 1 if publish_blocks else 0
     sequence.step = sequence.last_step = sequence.fence_in = 0
     sequence.fresh = sequence.freed = 0
+    sequence.table_changed = ledger.clock
     sequence.tokens_capacity = 0
     sequence.tokens_start = sequence.keys_start = 0
     table.start = table.capacity = table.num_blocks = 0
@@ -59,10 +62,12 @@ def create(
         if keys.shape[0]:
             # a second span of the same capacity; Python made room for both
             sequence.keys_start = take_tokens_span(state, num_tokens)
+            copied = state.tokens[sequence.keys_start :]
             for i in range(num_tokens):
-                state.tokens[sequence.keys_start + i] = keys[i]
+                copied[i] = keys[i]
+        copied = state.tokens[sequence.tokens_start :]
         for i in range(num_tokens):
-            state.tokens[sequence.tokens_start + i] = values[i]
+            copied[i] = values[i]
         sequence.num_tokens = num_tokens
     return s
 
@@ -83,28 +88,51 @@ def append_to(
         sequence.num_drafts += count
 
 
-@entry_point
-def append(
-    state: State,
-    seqs: Ids,
-    counts: NDArray[np.int64],
-    values: NDArray[np.int32],
-    draft: bool,
+@compiled
+def append_checked(
+    state: State, seqs: Ids, counts: NDArray[np.int64], values: NDArray[np.int32], draft: bool
 ) -> int:
-    """Append `counts[i]` tokens to each sequence. O(tokens)."""
+    """OK when `append` may write, else what stops it. O(tokens)."""
     ledger = state.ledger[0]
+    one_each = counts.shape[0] == 0
+    lowest = np.int32(0)
+    for j in range(values.shape[0]):
+        lowest = min(lowest, values[j])
+    if lowest < 0:
+        return BAD_TOKEN
     entries = np.int64(0)
     for i in range(seqs.shape[0]):
         sequence = state.sequences[seqs[i]]
-        ledger.error_row = i
-        if sequence.num_drafts and not draft and counts[i]:
+        count = np.int64(1) if one_each else counts[i]
+        if sequence.num_drafts and not draft and count:
+            ledger.error_row = i
             return DRAFTS_PENDING
-        length = sequence.num_tokens + counts[i]
+        length = sequence.num_tokens + count
         if length > sequence.tokens_capacity:
             entries += 2 * span_capacity(length)
     if ledger.tokens_top + entries > state.tokens.shape[0]:
         ledger.error_needed = ledger.tokens_top + entries
         return GROW_TOKENS
+    return OK
+
+
+@entry_point
+def append(
+    addresses: Addresses,
+    seqs: Ids,
+    counts: NDArray[np.int64],
+    values: NDArray[np.int32],
+    draft: bool,
+) -> int:
+    """Append `counts[i]` tokens to each sequence; without counts one each. O(tokens)."""
+    state = opened(addresses)
+    code = append_checked(state, seqs, counts, values, draft)
+    if code != OK:
+        return code
+    if counts.shape[0] == 0:
+        for i in range(seqs.shape[0]):
+            append_to(state, int(seqs[i]), values, i, 1, draft)
+        return OK
     at = 0
     for i in range(seqs.shape[0]):
         append_to(state, int(seqs[i]), values, at, int(counts[i]), draft)
@@ -113,8 +141,11 @@ def append(
 
 
 @entry_point
-def accept(state: State, seqs: Ids, accepted: NDArray[np.int64], values: NDArray[np.int32]) -> int:
+def accept(
+    addresses: Addresses, seqs: Ids, accepted: NDArray[np.int64], values: NDArray[np.int32]
+) -> int:
     """Keep the first drafts of each sequence, drop the others, append one token. O(dropped)."""
+    state = opened(addresses)
     ledger = state.ledger[0]
     entries = np.int64(0)
     for i in range(seqs.shape[0]):
@@ -142,8 +173,9 @@ def accept(state: State, seqs: Ids, accepted: NDArray[np.int64], values: NDArray
 
 
 @entry_point
-def truncate(state: State, seqs: Ids, lengths: NDArray[np.int64]) -> int:
+def truncate(addresses: Addresses, seqs: Ids, lengths: NDArray[np.int64]) -> int:
     """Cut each sequence to a length that Python checked. O(blocks released)."""
+    state = opened(addresses)
     if any_in_step(state, seqs):
         return IN_STEP
     for i in range(seqs.shape[0]):
@@ -152,9 +184,10 @@ def truncate(state: State, seqs: Ids, lengths: NDArray[np.int64]) -> int:
 
 
 @entry_point
-def fork_into(state: State, s: int, child: int) -> None:
+def fork_into(addresses: Addresses, s: int, child: int) -> None:
     """Let a fresh sequence share all blocks of another; tokens were copied, the table array has
     room. O(blocks)."""
+    state = opened(addresses)
     source, target = state.sequences[s], state.sequences[child]
     table, copy = state.tables[s, GROUP], state.tables[child, GROUP]
     ensure_table(state, child, GROUP, int(table.num_blocks))
@@ -180,8 +213,9 @@ def fork_into(state: State, s: int, child: int) -> None:
 
 
 @entry_point
-def free(state: State, seqs: Ids) -> None:
+def free(addresses: Addresses, seqs: Ids) -> None:
     """End each sequence; one in an open step goes when the step ends. O(blocks)."""
+    state = opened(addresses)
     for i in range(seqs.shape[0]):
         sequence = state.sequences[seqs[i]]
         if sequence.step:

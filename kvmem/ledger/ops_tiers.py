@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from .address import Addresses
 from .decide import IN_STEP, NO_DEVICE_ROOM, NO_HOST_ROOM, OK, count_block
 from .free_list import give_free
 from .jit import compiled, entry_point
@@ -25,7 +26,7 @@ from .residency import (
     take_host_frame,
 )
 from .sequence import any_in_step, make_resident, make_swapped, make_waiting
-from .state import DEVICE, GROUP, HOST, IN_HOST_LRU, MARKED, WAITING, State
+from .state import DEVICE, GROUP, HOST, IN_HOST_LRU, MARKED, WAITING, State, opened
 from .trie import remove_node
 
 Ids = NDArray[np.int32]
@@ -73,9 +74,10 @@ def save_table(state: State, s: int) -> None:
 
 
 @entry_point
-def swap_out(state: State, seqs: Ids, need: NDArray[np.int64]) -> int:
+def swap_out(addresses: Addresses, seqs: Ids, need: NDArray[np.int64]) -> int:
     """Reserve host frames for the dirty blocks of these RESIDENT sequences, list the copies and
     make them SWAPPED. NO_HOST_ROOM changes nothing. O(blocks)."""
+    state = opened(addresses)
     ledger, pool = state.ledger[0], state.pools[HOST]
     if any_in_step(state, seqs):
         return IN_STEP
@@ -93,8 +95,9 @@ def swap_out(state: State, seqs: Ids, need: NDArray[np.int64]) -> int:
 
 
 @entry_point
-def give_up(state: State, seqs: Ids) -> int:
+def give_up(addresses: Addresses, seqs: Ids) -> int:
     """Let sequences keep only their tokens (how="recompute"). O(blocks)."""
+    state = opened(addresses)
     if any_in_step(state, seqs):
         return IN_STEP
     for i in range(seqs.shape[0]):
@@ -116,8 +119,9 @@ def count_device_need(state: State, seqs: Ids, need: NDArray[np.int64]) -> None:
 
 
 @entry_point
-def swap_in(state: State, seqs: Ids, need: NDArray[np.int64]) -> int:
+def swap_in(addresses: Addresses, seqs: Ids, need: NDArray[np.int64]) -> int:
     """Make these SWAPPED sequences RESIDENT. NO_DEVICE_ROOM changes nothing. O(blocks)."""
+    state = opened(addresses)
     ledger, pool = state.ledger[0], state.pools[DEVICE]
     count_device_need(state, seqs, need)
     unmark_tables(state, seqs)
@@ -136,8 +140,9 @@ def swap_in(state: State, seqs: Ids, need: NDArray[np.int64]) -> int:
 
 
 @entry_point
-def evict(state: State, num_blocks: int, tier: int) -> int:
+def evict(addresses: Addresses, num_blocks: int, tier: int) -> int:
     """Evict up to `num_blocks` blocks of a tier, oldest first; return how many. O(evicted)."""
+    state = opened(addresses)
     count = 0
     while count < num_blocks and state.pools[tier].num_evictable:
         f = evict_device(state) if tier == DEVICE else evict_host(state)
@@ -147,8 +152,9 @@ def evict(state: State, num_blocks: int, tier: int) -> int:
 
 
 @entry_point
-def change_pins(state: State, ids: Ids, change: int) -> None:
+def change_pins(addresses: Addresses, ids: Ids, change: int) -> None:
     """Add a pin to each block, or take one off; the deepest first. O(blocks)."""
+    state = opened(addresses)
     for i in range(ids.shape[0] - 1, -1, -1):
         b = int(ids[i])
         state.blocks[b].num_pins += change
@@ -156,10 +162,11 @@ def change_pins(state: State, ids: Ids, change: int) -> None:
 
 
 @entry_point
-def reset(state: State, namespace: int, roots: Ids) -> None:
+def reset(addresses: Addresses, namespace: int, roots: Ids) -> None:
     """Unpublish everything of a namespace (0: of all) and drop what has no owner; live sequences
     go on but publish no more. No step is open. `roots` is zeroed scratch, one entry a node.
     O(nodes)."""
+    state = opened(addresses)
     for n in range(1, state.nodes.shape[0]):
         if state.node_blocks[n, GROUP] == 0:
             continue

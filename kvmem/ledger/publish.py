@@ -44,6 +44,7 @@ def merge(state: State, s: int, i: int, published: int) -> None:
     f = state.blocks[published].device_frame
     state.table[at] = published
     state.frame_table[at] = f
+    sequence.table_changed = state.ledger[0].clock
     sequence.fence_in = max(sequence.fence_in, state.frames[device_at(state, f)].fence_in)
     state.ledger[0].merged += 1
     if adopted:

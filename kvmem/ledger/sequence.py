@@ -61,6 +61,7 @@ def release_entry(state: State, s: int, b: int) -> None:
 def release_tail(state: State, s: int, keep: int) -> None:
     """Let go of all table entries from `keep` on, deepest first. O(entries)."""
     table = state.tables[s, GROUP]
+    state.sequences[s].table_changed = state.ledger[0].clock
     for i in range(table.num_blocks - 1, keep - 1, -1):
         b = int(state.table[table.start + i])
         state.table[table.start + i] = 0
@@ -159,6 +160,7 @@ def make_resident(state: State, s: int) -> None:
         enter_residency(state, int(state.table[table.start + i]))
     sequence.state = RESIDENT
     sequence.fresh = 1
+    sequence.table_changed = state.ledger[0].clock
 
 
 @compiled

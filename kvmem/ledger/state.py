@@ -2,8 +2,8 @@
 
 Id 0 means "none" everywhere: block 0, frame 0 of each tier and node 0 are reserved, so zeroed
 memory is a valid empty state. Each field has a comment: unit, and the rule that binds it.
-Compiled functions take the whole `State` (a named tuple; inside compiled code it costs nothing,
-as an argument from Python about 4 us) and write `state.blocks[b].ref_count += 1`.
+Compiled functions take the whole `State` (a named tuple, free inside compiled code; Python passes
+its addresses, see address.py) and write `state.blocks[b].ref_count += 1`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from .address import Layout, opener
 from .jit import JIT_DISABLED
 
 Rows: TypeAlias = Any  # ROW [rows of a step]
@@ -42,6 +43,7 @@ LEDGER = np.dtype(
         ("retired_out", "i8"),  # out transfers up to here are known to be done
         ("retired_in", "i8"),
         ("arrivals", "i8"),  # sequences ever made; gives SEQUENCE.arrival
+        ("clock", "i8"),  # copies of tables for steps so far; see SEQUENCE.table_changed
         ("num_out", "i4"),  # rows of the plan lists filled by the call in progress
         ("num_in", "i4"),
         ("num_copies", "i4"),
@@ -55,7 +57,6 @@ LEDGER = np.dtype(
         ("out_opened", "i4"),  # 1: frames carry the id last_out + 1, so the plan must issue it
         ("num_groups", "i4"),
         ("block_size", "i4"),  # tokens
-        ("hash_seed", "i8"),  # 31 random bits, so that crafted collisions cannot be prepared
         ("write_back", "i4"),  # 1: evicted cached blocks go to the host tier
         ("record_fills", "i4"),  # 1: vacated device frames are listed for poison (debug)
         ("block_free", "i4"),  # head of the free block ids, linked through BLOCK.node
@@ -141,32 +142,35 @@ NAMESPACE = np.dtype([("num_children", "i4"), ("num_sequences", "i4")])
 
 TABLE = np.dtype([("start", "i8"), ("capacity", "i4"), ("num_blocks", "i4")])
 
-SEQUENCE = np.dtype(
+SEQUENCE = np.dtype(  # what a decode step reads comes first, in one cache line
     [
         ("state", "i4"),
+        ("num_tokens", "i4"),  # known tokens, drafts included
+        ("step", "i8"),  # the open step it is planned in, 0 none
+        ("last_step", "i8"),  # last step it was planned in
+        ("num_computed", "i4"),  # tokens whose hidden state was computed, or need not be
+        ("num_stored", "i4"),  # tokens whose K/V is stored; > num_computed only on a full hit
+        ("tokens_start", "i8"),  # span in `tokens`
+        ("num_drafts", "i4"),  # unaccepted, at the end
+        ("num_published", "i4"),  # leading blocks that are in the trie
+        ("publish", "i1"),  # 1: its full blocks enter the trie
+        ("queried", "i1"),  # 1: counted in query_tokens
+        ("fresh", "i1"),  # 1: swapped in and not yet stepped, so no victim (design section 2)
+        ("freed", "i1"),  # 1: freed inside an open step; goes when the step ends
+        ("tokens_capacity", "i4"),
+        ("table_changed", "i8"),  # LEDGER.clock when an entry of its frame table last changed
+        # (not: was added)
+        ("fence_in", "i8"),  # its blocks have arrived when this in transfer is done
+        ("num_cached", "i4"),  # tokens served by the trie, once queried
+        ("max_cached", "i4"),  # limit of num_cached, -1 none
+        ("keys_start", "i8"),  # span of what the trie compares: the tokens' own, or, with extras,
+        # another one of the same capacity
         ("next_free", "i4"),
         ("namespace", "i4"),
         ("priority", "i4"),
-        ("arrival", "i8"),  # order of coming
-        ("tokens_start", "i8"),  # span in `tokens`
-        ("keys_start", "i8"),  # span of what the trie compares: the tokens' own, or, with extras,
-        # another one of the same capacity
-        ("tokens_capacity", "i4"),
-        ("num_tokens", "i4"),  # known tokens, drafts included
-        ("num_drafts", "i4"),  # unaccepted, at the end
-        ("num_computed", "i4"),  # tokens whose hidden state was computed, or need not be
-        ("num_stored", "i4"),  # tokens whose K/V is stored; > num_computed only on a full hit
-        ("num_published", "i4"),  # leading blocks that are in the trie
-        ("num_cached", "i4"),  # tokens served by the trie; before the first plan a forecast
-        ("max_cached", "i4"),  # limit of num_cached, -1 none
-        ("publish", "i4"),  # 1: its full blocks enter the trie
-        ("queried", "i4"),  # 1: counted in query_tokens
-        ("step", "i8"),  # the open step it is planned in, 0 none
-        ("last_step", "i8"),  # last step it was planned in
-        ("fence_in", "i8"),  # its blocks have arrived when this in transfer is done
-        ("fresh", "i4"),  # 1: swapped in and not yet stepped, so no victim (design section 2)
-        ("freed", "i4"),  # 1: freed inside an open step; goes when the step ends
         ("num_swaps", "i4"),  # times swapped out
+        ("arrival", "i8"),  # order of coming
+        ("unused", "i8", 2),  # up to two cache lines
     ]
 )
 
@@ -186,11 +190,13 @@ ROW = np.dtype(  # one sequence of a step, from decision to end
         ("old_queried", "i4"),
         ("copy_index", "i4"),  # table entry that was copied on write, -1 none
         ("copy_source", "i4"),  # its former block, held until the step ends
+        ("tail", "i4"),  # decode.py: the block of its one token; else 0
     ]
 )
 
 SPAN_CLASS = np.dtype([("free_head", "i8")])  # -1 none; one per size class and kind of span
 NUM_SPAN_CLASSES = 40
+LOOKAHEAD = 8  # blocks of a prompt whose lookups overlap
 
 
 class State(NamedTuple):
@@ -205,6 +211,8 @@ class State(NamedTuple):
     node_blocks: NDArray[np.int32]  # [nodes, num_groups]: block id of the node, 0 none
     node_keys: NDArray[np.int32]  # [nodes, block_size]: its token row (R4)
     index: NDArray[np.int32]  # open addressing: node ids by hash
+    hash_keys: NDArray[np.int64]  # [block_size + 2] secret random numbers (trie.py)
+    lookahead: NDArray[np.int64]  # [LOOKAHEAD]: hashes of the blocks being looked up
     namespaces: NDArray[Any]  # NAMESPACE, id 0 unused
     sequences: NDArray[Any]  # SEQUENCE, record 0 unused
     tables: NDArray[Any]  # TABLE [sequences, num_groups]
@@ -218,18 +226,60 @@ class State(NamedTuple):
     fill_list: NDArray[np.int32]  # device frames vacated (debug)
 
 
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+LAYOUT: Layout = {
+    "ledger": (LEDGER, 1),
+    "pools": (POOL, 1),
+    "blocks": (BLOCK, 1),
+    "frames": (FRAME, 1),
+    "nodes": (NODE, 1),
+    "node_blocks": (_INT32, 2),
+    "node_keys": (_INT32, 2),
+    "index": (_INT32, 1),
+    "hash_keys": (_INT64, 1),
+    "lookahead": (_INT64, 1),
+    "namespaces": (NAMESPACE, 1),
+    "sequences": (SEQUENCE, 1),
+    "tables": (TABLE, 2),
+    "spans": (SPAN_CLASS, 1),
+    "tokens": (_INT32, 1),
+    "table": (_INT32, 1),
+    "frame_table": (_INT32, 1),
+    "out_list": (_INT32, 2),
+    "in_list": (_INT32, 2),
+    "copy_list": (_INT32, 2),
+    "fill_list": (_INT32, 1),
+}
+opened = opener(State, LAYOUT)
+
+
+CACHE_LINE = 64
+
+
 def records(shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Zeroed records; attribute access works in plain Python too (NUMBA_DISABLE_JIT=1)."""
-    array = np.zeros(shape, dtype)
+    """Zeroed records that begin at a cache line; attribute access works in plain Python too
+    (NUMBA_DISABLE_JIT=1)."""
+    shape = (shape,) if isinstance(shape, int) else shape
+    size = int(np.prod(shape)) * dtype.itemsize
+    memory = np.zeros(size + CACHE_LINE, np.uint8)
+    first = -memory.ctypes.data % CACHE_LINE
+    array = memory[first : first + size].view(dtype).reshape(shape)
     return array.view(np.recarray) if JIT_DISABLED else array
 
 
 def grown(array: NDArray[Any], length: int) -> NDArray[Any]:
     """A copy of `array` with at least `length` rows, the new ones zero. Amortised O(1)."""
     length = max(length, array.shape[0] * 2)
-    bigger = np.zeros((length, *array.shape[1:]), array.dtype)
+    shape = (length, *array.shape[1:])
+    bigger = records(shape, array.dtype) if array.dtype.names else np.zeros(shape, array.dtype)
     bigger[: array.shape[0]] = array
-    return bigger.view(np.recarray) if isinstance(array, np.recarray) else bigger
+    return bigger
+
+
+def make_hash_keys(seed: int, block_size: int) -> NDArray[np.int64]:
+    """The random numbers that the trie hashes with, from a secret seed."""
+    low, high = -(2**63), 2**63 - 1
+    return np.random.default_rng(seed).integers(low, high, block_size + 2, np.int64, endpoint=True)
 
 
 def metadata_bytes_per_block(block_size: int, num_groups: int = 1) -> int:
@@ -247,7 +297,8 @@ def make_state(
     record_fills: bool,
     hash_seed: int,
 ) -> State:
-    """Build the empty ledger: every frame, block id and node is free. O(frames)."""
+    """Build the empty ledger: every frame, block id and node is free. `hash_seed` is a secret that
+    nobody outside can guess: no crafted tokens collide then (trie.py). O(frames)."""
     counts = (device_blocks, host_blocks)
     num_blocks = 1 + sum(counts)
     ledger = records(1, LEDGER)
@@ -255,7 +306,6 @@ def make_state(
     ledger["block_size"] = block_size
     ledger["write_back"] = write_back
     ledger["record_fills"] = record_fills
-    ledger["hash_seed"] = hash_seed
     pools = records(NUM_TIERS, POOL)
     frames = records(sum(count + 1 for count in counts), FRAME)
     first = 0
@@ -287,6 +337,8 @@ def make_state(
         node_blocks=np.zeros((num_blocks, 1), np.int32),
         node_keys=np.zeros((num_blocks, block_size), np.int32),
         index=np.zeros(max(16, num_blocks * 3 // 2), np.int32),
+        hash_keys=make_hash_keys(hash_seed, block_size),
+        lookahead=np.zeros(LOOKAHEAD, np.int64),
         namespaces=records(8, NAMESPACE),
         sequences=sequences,
         tables=records((65, 1), TABLE),

@@ -2,9 +2,13 @@
 
 A node stands for one full block behind one prefix: (parent node or namespace, token row). The
 table only says where to look; a hit needs the same parent and the same token row, so a hash
-collision costs a probe and can never serve wrong K/V. Hashes are chained from the parent's,
-start from a random seed, and keep 32 bits. Deletion shifts entries back, so there are no
-tombstones (Knuth, The Art of Computer Programming 3, 6.4, algorithm R).
+collision costs a probe and can never serve wrong K/V. Deletion shifts entries back, so there are
+no tombstones (Knuth, The Art of Computer Programming 3, 6.4, algorithm R).
+
+Hashes are 32 bits and chained: the parent's is one more word of the row. They are multilinear,
+`(k[0] + sum k[i] * word[i]) mod 2**64 >> 32` with secret random 64-bit k: strongly universal
+(Lemire and Kaser, Strongly universal string hashing is fast, 2014), so no tokens can be prepared
+to collide; and the products do not wait for each other, so they run as vectors.
 
 A parent is a node id, or minus a namespace id for the first block of a prefix. `start` is the
 index in `state.tokens` of a row's first key.
@@ -13,20 +17,12 @@ index in `state.tokens` of a row's first key.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .jit import compiled
-from .state import GROUP, State
+from .jit import compiled, prefetch, wrap
+from .state import GROUP, LOOKAHEAD, State
 
 MASK = 0xFFFFFFFF
-FACTOR = 0x5BD1E995  # odd and below 2**31: its product with 32 bits stays within int64
-
-
-@compiled
-def mix(value: int) -> int:
-    """Spread 32 bits over 32 bits. O(1)."""
-    value = ((value ^ (value >> 16)) * FACTOR) & MASK
-    value = ((value ^ (value >> 13)) * FACTOR) & MASK
-    return value ^ (value >> 15)
 
 
 @compiled
@@ -34,17 +30,19 @@ def parent_hash(state: State, parent: int) -> int:
     """The hash that children of `parent` are chained from. O(1)."""
     if parent > 0:
         return np.int64(state.nodes[parent].hash)
-    return mix((np.int64(state.ledger[0].hash_seed) - parent * 0x3779B97F) & MASK)
+    return (wrap(int(state.hash_keys[0]) * (1 - parent)) >> 32) & MASK
 
 
 @compiled
 def hash_row(state: State, chained: int, start: int) -> int:
     """The hash of the token row at `start` behind the hash `chained`. O(block_size)."""
-    value = mix((chained + 1) & MASK)
-    for i in range(start, start + state.ledger[0].block_size):
-        value = ((value ^ (np.int64(state.tokens[i]) & MASK)) * FACTOR) & MASK
-        value ^= value >> 15
-    return mix(value)
+    block_size = state.node_keys.shape[1]
+    keys, words = state.hash_keys[2:], state.tokens[start : start + block_size]
+    total = 0
+    for i in range(block_size):
+        total = wrap(total + int(keys[i]) * int(words[i]))
+    first, second = int(state.hash_keys[0]), int(state.hash_keys[1])
+    return (wrap(int(total) + first + second * int(chained)) >> 32) & MASK
 
 
 @compiled
@@ -63,10 +61,12 @@ def after(state: State, i: int) -> int:
 @compiled
 def has_row(state: State, n: int, start: int) -> bool:
     """True when node `n` has the token row at `start`. O(block_size)."""
-    for j in range(state.ledger[0].block_size):
-        if state.node_keys[n, j] != state.tokens[start + j]:
-            return False
-    return True
+    block_size = state.node_keys.shape[1]
+    keys, words = state.node_keys[n], state.tokens[start : start + block_size]
+    difference = np.int32(0)  # no early way out: so it is done in vectors
+    for j in range(block_size):
+        difference = np.int32(difference | (keys[j] ^ words[j]))
+    return bool(difference == 0)
 
 
 @compiled
@@ -81,6 +81,41 @@ def find_child(state: State, parent: int, row_hash: int, start: int) -> int:
         if node.hash == row_hash and node.parent == parent and has_row(state, n, start):
             return n
         i = after(state, i)
+
+
+@compiled
+def find_path(
+    state: State, parent: int, start: int, most: int, found: NDArray[np.int32], top: int
+) -> int:
+    """Follow the trie from `parent` along up to `most` rows from `start`, the blocks into
+    `found[top:]`; return how many. O(their tokens).
+
+    A row's hash needs no lookup, so some rows are hashed ahead and their records asked for: the
+    cache misses of a long prompt overlap.
+    """
+    block_size = state.node_keys.shape[1]
+    count = 0
+    chained = parent_hash(state, parent)
+    while count < most:
+        batch = min(LOOKAHEAD, most - count)
+        for k in range(batch):
+            chained = hash_row(state, chained, start + (count + k) * block_size)
+            state.lookahead[k] = chained
+            prefetch(state.index, home(state, chained))
+        for k in range(batch):
+            n = int(state.index[home(state, int(state.lookahead[k]))])
+            prefetch(state.nodes, n)
+            prefetch(state.node_keys, n)
+            prefetch(state.node_blocks, n)
+        for k in range(batch):
+            row_hash = int(state.lookahead[k])
+            parent = find_child(state, parent, row_hash, start + count * block_size)
+            if parent == 0:
+                return count
+            found[top + count] = state.node_blocks[parent, GROUP]
+            prefetch(state.blocks, int(found[top + count]))
+            count += 1
+    return count
 
 
 @compiled
@@ -103,8 +138,9 @@ def insert_node(state: State, parent: int, row_hash: int, start: int, b: int) ->
     state.nodes[n].num_children = 0
     state.nodes[n].hash = row_hash
     state.node_blocks[n, GROUP] = b
+    keys, words = state.node_keys[n], state.tokens[start : start + ledger.block_size]
     for j in range(ledger.block_size):
-        state.node_keys[n, j] = state.tokens[start + j]
+        keys[j] = words[j]
     count_child(state, parent, 1)
     i = home(state, row_hash)
     while state.index[i] != 0:

@@ -49,12 +49,12 @@ class Ids(NamedTuple):
 class TransferQueue:
     """Fences of the transfers that are not known to be done. Guarded by the store's lock."""
 
-    __slots__ = ("_device", "_fences", "_first", "_stream", "last")
+    __slots__ = ("_device", "_first", "_stream", "last", "pending")
 
     def __init__(self, device: Device, stream: Stream) -> None:
         self._device = device
         self._stream = stream
-        self._fences: deque[Fence] = deque()
+        self.pending: deque[Fence] = deque()
         self._first = 1  # the id of the first fence kept
         self.last = 0  # the last id recorded
 
@@ -62,19 +62,19 @@ class TransferQueue:
         """The transfer ``transfer_id`` is all that its stream was given up to now."""
         fence = self._device.new_fence(f"{self._stream.name.lower()} transfer {transfer_id}")
         self._device.record(self._stream, fence)
-        self._fences.append(fence)
+        self.pending.append(fence)
         self.last = transfer_id
 
     def fence(self, transfer_id: int) -> Fence | None:
         """What to wait for so that this transfer is done; None when it is known to be done."""
         self.retired()
         index = transfer_id - self._first
-        return self._fences[index] if index >= 0 else None
+        return self.pending[index] if index >= 0 else None
 
     def retired(self) -> int:
         """The last id that is done. The stream is a FIFO, so all before it are done as well."""
-        while self._fences and self._device.query(self._fences[0]):
-            self._fences.popleft()
+        while self.pending and self._device.query(self.pending[0]):
+            self.pending.popleft()
             self._first += 1
         return self._first - 1
 

@@ -8,10 +8,9 @@ step's fence, which later copies wait for.
 from __future__ import annotations
 
 import math
-import os
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from kvmem.errors import (
     RaceError,
     TransferError,
 )
+from kvmem.fork import ForkGuard
 from kvmem.geometry import RESERVED_FRAMES, arena_frames
 from kvmem.store.arena import Arena
 from kvmem.store.checks import Checks, Poison
@@ -67,24 +67,22 @@ class Store:
         self._checks: Checks | None = None
         self._poison: Poison | None = None
         if config.debug:
-            self._checks = Checks(self.layout, self._device_arena, self._host_arena)
-            self._poison = self._checks
+            self._poison = self._checks = Checks(self.layout, self._device_arena, self._host_arena)
+        elif self.device.simulated:
+            self._poison = Poison(self.layout, self._device_arena, self._host_arena)
         if self.device.simulated:
             late = config.sim is not None and config.sim.late_results
             self._kernels = StagedCompute(
                 self._compute, self.layout, self.device, self._device_arena, late_results=late
             )
-            if self._poison is None:
-                self._poison = Poison(self.layout, self._device_arena, self._host_arena)
         # Guards the three below; held for a few list operations, never while anything waits.
         self._lock = threading.Lock()
-        self._transfers = {
-            "out": TransferQueue(self.device, Stream.OUT),
-            "in": TransferQueue(self.device, Stream.IN),
-        }
+        self._out = TransferQueue(self.device, Stream.OUT)
+        self._in = TransferQueue(self.device, Stream.IN)
+        self._transfers = {"out": self._out, "in": self._in}
         self._steps = StepFences(self.device)
         self._closed = False
-        self._pid = os.getpid()
+        self._fork = ForkGuard()
 
     # --- the order of work -------------------------------------------------------------------
 
@@ -98,14 +96,20 @@ class Store:
         Cost: 150-200 us for a plan of 200 frames each way, 15 us for a step without copies.
         """
         self.check_usable()
+        if not (plan.out_id or plan.in_id or len(plan.out_device) or len(plan.in_device)):
+            with self._lock:
+                if plan.step_after_in or plan.step_after_out or len(plan.fill_frames):
+                    self._check_order(plan)
+                if plan.step_epoch:
+                    self._steps.begin(plan.step_epoch)
+            return
         with self._lock:
             blocks = self.num_blocks
             out = Ids.checked("out", plan.out_device, plan.out_host, plan.out_tokens, blocks)
             into = Ids.checked("in", plan.in_device, plan.in_host, plan.in_tokens, blocks)
             poison = own_copy(plan.fill_frames)
             check_frames("fill_frames", poison, blocks[DEVICE])
-            last_out, last_in = self._transfers["out"].last, self._transfers["in"].last
-            check_order(plan, last_out=last_out, last_in=last_in)
+            self._check_order(plan)
             if plan.out_id:
                 self._submit_out(plan, out, poison)
             if plan.in_id:
@@ -120,8 +124,11 @@ class Store:
         Raises as ``submit`` when the device failed or was closed meanwhile.
         """
         self.check_usable()
+        waits = plan.step_after_in or plan.step_after_out or len(plan.copy_source)
+        if not waits and plan.step_epoch in self._steps.open:
+            return
         with self._lock:
-            into, out = self._transfers["in"], self._transfers["out"]
+            into, out = self._in, self._out
             if plan.step_after_in > into.last or plan.step_after_out > out.last:
                 raise ValueError("the plan's step waits for a transfer not submitted; submit first")
             fences = (into.fence(plan.step_after_in), out.fence(plan.step_after_out))
@@ -142,8 +149,11 @@ class Store:
 
     def retired(self) -> tuple[int, int]:
         """The last out id and the last in id that are done, with all before them; never waits."""
+        last = self._out.last, self._in.last  # before `pending`: nothing later can be claimed
+        if not (self._out.pending or self._in.pending):
+            return last
         with self._lock:
-            return self._transfers["out"].retired(), self._transfers["in"].retired()
+            return self._out.retired(), self._in.retired()
 
     def wait(self, direction: Direction, transfer_id: int, timeout: float | None = None) -> bool:
         """Wait on the host for a transfer and all before it; False when ``timeout`` s passed.
@@ -242,7 +252,7 @@ class Store:
         """Views of K and V of a layer in the device arena, frame 0 (the null frame) included.
 
         ``[device_blocks + 1, block_size, num_kv_heads, head_dim | value_dim]``, strided, no copy.
-        A simulated device runs first what its compute stream was given; it sees no later access.
+        A simulated device first runs its compute stream, and sees no access by such a view.
         """
         self.device.settle(Stream.COMPUTE)
         return self._views(DEVICE, layer)
@@ -261,8 +271,7 @@ class Store:
                 f"{self.num_blocks[tier]}"
             )
         arena = self._device_arena if tier == DEVICE else self._host_arena
-        assert arena is not None
-        self.device.read_back(arena, np.array([frame], np.int32))
+        self.device.read_back(cast(Arena, arena), np.array([frame], np.int32))
         return key[frame], value[frame]
 
     # --- state -------------------------------------------------------------------------------
@@ -299,7 +308,7 @@ class Store:
 
         In a forked child: a no-op, the memory is the parent's.
         """
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or self._fork.in_child:
             return
         self._closed = True
         self.device.close()
@@ -309,11 +318,14 @@ class Store:
 
     # --- inside ------------------------------------------------------------------------------
 
+    def _check_order(self, plan: Plan) -> None:
+        check_order(plan, last_out=self._out.last, last_in=self._in.last)
+
     def _submit_out(self, plan: Plan, out: Ids, poison: FrameIds) -> None:
-        device, queue = self.device, self._transfers["out"]
+        device, queue = self.device, self._out
         source, target = self._device_arena, self._host_arena
         self._after(Stream.OUT, *self._steps.after(plan.out_after_step))
-        self._after(Stream.OUT, self._transfers["in"].fence(plan.out_after_in))
+        self._after(Stream.OUT, self._in.fence(plan.out_after_in))
         if len(out.device) and target is not None:
             if self._checks is not None:
                 note = partial(self._checks.record, out.device, out.host, out.tokens)
@@ -325,10 +337,10 @@ class Store:
         queue.record(plan.out_id)
 
     def _submit_in(self, plan: Plan, into: Ids) -> None:
-        device, queue = self.device, self._transfers["in"]
+        device, queue = self.device, self._in
         source, target = self._host_arena, self._device_arena
         self._after(Stream.IN, *self._steps.after(plan.in_after_step))
-        self._after(Stream.IN, self._transfers["out"].fence(plan.in_after_out))
+        self._after(Stream.IN, self._out.fence(plan.in_after_out))
         if len(into.host) and source is not None:
             device.copy_async(Stream.IN, target, into.device, source, into.host)
             if self._checks is not None:
@@ -352,9 +364,8 @@ class Store:
 
     def _after(self, stream: Stream, *fences: Fence | None) -> None:
         """Order a stream after fences; None is a fence that was reached and forgotten."""
-        for fence in fences:
-            if fence is not None:
-                self.device.wait(stream, fence)
+        for fence in filter(None, fences):
+            self.device.wait(stream, fence)
 
     def _views(self, tier: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._check_open()
@@ -371,7 +382,7 @@ class Store:
         return self.layout.views(arena.typed(self.layout.dtype)[:frames], layer)
 
     def _check_open(self) -> None:
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or self._fork.in_child:
             what = "was closed" if self._closed else "belongs to the process that made it"
             raise ManagerClosed(f"the store {what}; make a new Manager here")
 
@@ -381,7 +392,7 @@ class Store:
         error = self.device.error
         if error is not None:
             if isinstance(error, RaceError):
-                raise RaceError(str(error), first=error.first, second=error.second) from error
+                raise error.again() from error
             kind = CorruptEntry if isinstance(error, CorruptEntry) else DeviceUnavailable
             raise kind(
                 f"the device failed and the store with it: {str(error)[:160]}; close this "

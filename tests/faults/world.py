@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import kvmem
-from kvmem.ledger.state import DEVICE, GROUP, HOST
+from kvmem.ledger.state import DEVICE, GROUP, HOST, make_hash_keys
 from kvmem.sim_options import SimOptions
 from kvmem.store.device import Stream
 
@@ -113,7 +113,8 @@ class World:
     def start(self, manager: kvmem.Manager, seed: int) -> None:
         """Forget everything and go on with a new Manager."""
         self.m = manager
-        self.state.ledger["hash_seed"] = seed + 1  # the same index in each run
+        keys = make_hash_keys(seed, manager.config.block_size)  # the same index in each run
+        self.state.hash_keys[:] = keys
         self.known: dict[int, Known] = {}
         self.opened: list[Opened] = []
         self.pins: list[kvmem.Pin] = []
@@ -153,7 +154,7 @@ class World:
         if not self.deep():
             return {}
         state = self.state
-        skip = ("ledger", "out_list", "in_list", "copy_list", "fill_list")
+        skip = ("ledger", "out_list", "in_list", "copy_list", "fill_list", "lookahead")
         copies = {n: np.array(getattr(state, n)) for n in state._fields if n not in skip}
         copies["ledger"] = {
             n: int(state.ledger[n][0]) for n in state.ledger.dtype.names if n not in SCRATCH_FIELDS

@@ -141,6 +141,8 @@ class Play:
 
     def q(self, s: int, field: str) -> int:
         """A field of a sequence."""
+        if field == "num_cached":
+            return self.ledger.num_cached(s)  # a forecast before the first plan
         return int(self.state.sequences[field][s])
 
     def b(self, block: int, field: str) -> int:
@@ -226,7 +228,7 @@ class Play:
 
     def drain(self) -> None:
         """Free, unpin and evict everything; each tier is empty again (DRAIN)."""
-        for epoch in list(self.ledger.open_rows):
+        for epoch in list(self.ledger.open_steps):
             self.ledger.end_step(epoch, commit=False)
         pinned = np.repeat(np.arange(len(self.state.blocks)), self.state.blocks["num_pins"])
         for b in pinned:

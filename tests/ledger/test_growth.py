@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from kvmem.ledger.growth import span_capacity
 from kvmem.ledger.state import GROUP, metadata_bytes_per_block
 from tests.ledger.play import Play, counts, ids
 
@@ -27,15 +28,15 @@ def test_token_spans_move_with_their_tokens(play: Play) -> None:
 
 def test_accept_grows_tokens_too(play: Play) -> None:
     s = play.made(1)
-    play.append(s, *range(2046), draft=True)
+    play.append(s, *range(2062), draft=True)
     size = len(play.state.tokens)
     others = []
-    while play.of("tokens_top") + 2048 <= size:
+    while play.of("tokens_top") + 2 * span_capacity(1000) <= size:
         others.append(play.create(1000))
     play.ledger.append(ids(s), counts(1), ids(5), True)
-    play.accept(s, 2047, 77)  # length 2049 needs a span of the next class
+    play.accept(s, 2063, 77)  # length 2065 needs a span of the next class
     assert len(play.state.tokens) > size
-    assert play.ledger.tokens_of(s).tolist() == [0, *range(2046), 5, 77]
+    assert play.ledger.tokens_of(s).tolist() == [0, *range(2062), 5, 77]
     assert all(play.ledger.tokens_of(o).tolist() == [*range(1000)] for o in others)
 
 

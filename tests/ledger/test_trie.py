@@ -88,20 +88,14 @@ def test_the_hash_depends_on_the_seed_the_parent_and_each_token() -> None:
 
 
 def test_the_hash_is_the_same_compiled_and_plain() -> None:
-    """A figure from plain Python's unbounded integers: no 64-bit overflow may creep in."""
-
-    def mix(v: int) -> int:
-        v = ((v ^ (v >> 16)) * 0x5BD1E995) & MASK
-        v = ((v ^ (v >> 13)) * 0x5BD1E995) & MASK
-        return v ^ (v >> 15)
-
+    """A figure from plain Python's unbounded integers, cut to 64 bits at the end."""
     rows = Rows(lambda h: h, 2**31 - 1)
     rows.state.tokens[:BLOCK] = [2**31 - 1, 0, -(2**31), -7]  # ids of extras are negative
-    value = mix((mix((2**31 - 1 + 3 * 0x3779B97F) & MASK) + 1) & MASK)
-    for token in rows.state.tokens[:BLOCK].tolist():
-        value = ((value ^ (token & MASK)) * 0x5BD1E995) & MASK
-        value ^= value >> 15
-    assert rows.hash(-3, 0) == mix(value)
+    keys = rows.state.hash_keys.tolist()
+    root = (keys[0] * 4 >> 32) & MASK
+    words = [1, root, *rows.state.tokens[:BLOCK].tolist()]
+    total = sum(key * word for key, word in zip(keys, words, strict=True))
+    assert rows.hash(-3, 0) == (total >> 32) & MASK
 
 
 def test_a_collision_never_serves_other_tokens() -> None:

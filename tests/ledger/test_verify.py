@@ -398,8 +398,8 @@ def test_the_source_of_an_open_copy_on_write_counts_as_named() -> None:
     sound.append(child, 5)
     plan, arrays = sound.plan(child)  # verifies
     assert len(plan.copy_source) == 1
-    rows = sound.ledger.open_rows.pop(arrays.epoch)  # as if the step were unknown
+    opened = sound.ledger.open_steps.pop(arrays.epoch)  # as if the step were unknown
     with pytest.raises(LedgerCorrupt, match="R2: ref_count"):
         sound.ledger.verify()
-    sound.ledger.open_rows[arrays.epoch] = rows
+    sound.ledger.open_steps[arrays.epoch] = opened
     sound.end(arrays, commit=False)

@@ -133,7 +133,7 @@ class SimDriver(Driver):
             f"a failed device was told as {type(raised).__name__}: {raised}",
         )
         for queue in self.store._transfers.values():
-            told = [f for f in queue._fences if not f.reached and self.device.query(f)]
+            told = [f for f in queue.pending if not f.reached and self.device.query(f)]
             require(not told, f"{len(told)} transfers of a failed device count as done (R5)")
         acts = (partial(self.m.create, [1]), partial(self.m.step, []), self.m.stats, self.m.poll)
         for act in acts:
@@ -212,7 +212,7 @@ class SimDriver(Driver):
         ended = []
         for name in ("out", "in"):
             queue = queues[name]
-            reached = sum(fence.reached for fence in queue._fences)
+            reached = sum(fence.reached for fence in queue.pending)
             ended.append(queue._first - 1 + reached)
         state = self.state
         for b in k.seq.block_ids:

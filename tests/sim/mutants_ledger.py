@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvmem.ledger import residency
-from kvmem.ledger.state import BUSY, DEVICE, HOST
+from kvmem.ledger.state import BUSY, DEVICE, HOST, opened
 from tests.sim.mutants import MUTANTS, Function, Hit, Mutant, Patch, mutant
 
 
@@ -139,8 +139,9 @@ def a_row_forgets_what_it_waits_for(original: Function, hit: Hit) -> Function:
 
 @mutant((None, "fork_into"))
 def a_child_forgets_what_its_parent_waits_for(original: Function, hit: Hit) -> Function:
-    def fork_into(state: Any, s: int, child: int) -> None:
-        original(state, s, child)
+    def fork_into(addresses: Any, s: int, child: int) -> None:
+        original(addresses, s, child)
+        state = opened(addresses)
         if state.sequences[child].fence_in:
             hit()
         state.sequences[child].fence_in = 0
@@ -176,12 +177,13 @@ def a_frame_being_read_is_evictable(original: Function, hit: Hit) -> Function:
 
 @mutant((None, "free"))
 def free_does_not_wait_for_the_step(original: Function, hit: Hit) -> Function:
-    def free(state: Any, seqs: Any) -> None:
+    def free(addresses: Any, seqs: Any) -> None:
+        state = opened(addresses)
         for s in seqs.tolist():
             if state.sequences[s].step:
                 hit()
                 state.sequences[s].step = 0
-        original(state, seqs)
+        original(addresses, seqs)
 
     return free
 
@@ -215,7 +217,11 @@ def the_source_of_a_copy_is_let_go(original: Function, hit: Hit) -> Function:
     return copy_on_write
 
 
-@mutant((None, "restore_copy"))
+@mutant(
+    (None, "restore_copy"),
+    survives="not masked but rare: the frame that an aborted copy on write gives back has to be "
+    "taken by a copy in before the step's kernels have run; once in 250 seeds of an earlier run",
+)
 def an_aborted_copy_goes_unnoted(original: Function, hit: Hit) -> Function:
     """The frame of an aborted copy on write is given on as if nothing had touched it."""
 

@@ -7,13 +7,13 @@ had. A call that has to wait runs the streams until what it waits for has come.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvmem.errors import ConfigError, CorruptEntry, DeviceUnavailable, ManagerClosed, RaceError
+from kvmem.fork import ForkGuard
 from kvmem.sim_options import SimOptions
 from kvmem.store.arena import Arena
 from kvmem.store.device import Access, Device, Fence, FrameIds, Moved, Named, Stream
@@ -50,7 +50,7 @@ class SimDevice(Device):
         self._changed = threading.Condition(threading.RLock())
         self._num_ops = 0
         self._stopping = False
-        self._pid = os.getpid()
+        self._fork = ForkGuard()
         self._host_arenas: set[str] = set()
 
     # --- the interface of a device --------------------------------------------------------------
@@ -196,7 +196,7 @@ class SimDevice(Device):
 
     def close(self) -> None:
         """Abandon what is queued; who waits gets ManagerClosed."""
-        if os.getpid() != self._pid:
+        if self._fork.in_child:
             return  # the lock may be held for ever in a forked child
         with self._changed:
             self._stopping = True
@@ -306,11 +306,11 @@ class SimDevice(Device):
         """Raise when nothing can be given to the device any more."""
         error = self.scheduler.error
         if isinstance(error, RaceError):
-            raise RaceError(str(error), first=error.first, second=error.second) from error
+            raise error.again() from error
         if error is not None:
             kind = CorruptEntry if isinstance(error, CorruptEntry) else DeviceUnavailable
             raise kind(f"device sim failed ({what[:60]}): {str(error)[:200]}") from error
-        if self._stopping or os.getpid() != self._pid:
+        if self._stopping or self._fork.in_child:
             raise ManagerClosed(
                 f"device sim is closed ({what[:60]}), or this is a forked child; make a new Manager"
             )

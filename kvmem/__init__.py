@@ -20,6 +20,7 @@ from kvmem.errors import (
     NotResident,
     OutOfBlocks,
     PinError,
+    RaceError,
     SequenceTooLong,
     ShapeError,
     TierError,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from kvmem.events import Event
     from kvmem.manager import Manager
     from kvmem.sequence import Sequence
+    from kvmem.sim_options import SimOptions
     from kvmem.size_plan import SizePlan
     from kvmem.stats import Stats
     from kvmem.step import Step
@@ -60,9 +62,11 @@ __all__ = [
     "OutOfBlocks",
     "Pin",
     "PinError",
+    "RaceError",
     "Sequence",
     "SequenceTooLong",
     "ShapeError",
+    "SimOptions",
     "SizePlan",
     "Stats",
     "Step",
@@ -85,6 +89,7 @@ _HOME = {
     "Match": "kvmem.cache",
     "Pin": "kvmem.cache",
     "Sequence": "kvmem.sequence",
+    "SimOptions": "kvmem.sim_options",
     "SizePlan": "kvmem.size_plan",
     "Stats": "kvmem.stats",
     "Step": "kvmem.step",

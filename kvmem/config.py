@@ -22,6 +22,7 @@ from kvmem.geometry import (
     metadata_bytes,
     uniform_frame,
 )
+from kvmem.sim_options import SimOptions
 from kvmem.size_plan import SizePlan
 from kvmem.sizes import SIZE_FORMS, parse_size, with_unit
 
@@ -34,8 +35,8 @@ BLOCK_SIZES = tuple(2**n for n in range(11))
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _PLANNED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "fp8", "int8")
 
-DEVICES = ("cpu",)
-_PLANNED_DEVICES = ("cuda", "sim")
+DEVICES = ("cpu", "sim")
+_PLANNED_DEVICES = ("cuda",)
 
 TIER_POLICIES = ("write_back", "none")
 _PLANNED_TIER_POLICIES = ("write_through", "exclusive")
@@ -94,6 +95,8 @@ class Config:
     there is one) or "none"; ``eviction`` "lru"; ``zero_on_free`` "never"; ``sync=True`` runs each
     transfer at once, ``debug=True`` poisons vacated frames, adds guards and checksums.
 
+    Device "sim" is for tests: its streams run as ``sim`` (SimOptions) says, races raise RaceError.
+
     Raises ConfigError for a value or a combination that cannot be, TypeError for a wrong type;
     values planned for later raise ConfigError "not in this version". Nothing is allocated.
     """
@@ -114,6 +117,7 @@ class Config:
     sync: bool
     debug: bool
     zero_on_free: str
+    sim: SimOptions | None
 
     def __init__(
         self,
@@ -136,6 +140,7 @@ class Config:
         sync: bool = False,
         debug: bool = False,
         zero_on_free: str = "never",
+        sim: SimOptions | None = None,
     ) -> None:
         num_layers = _ranged("num_layers", num_layers, MAX_LAYERS)
         spec = LayerSpec(
@@ -157,6 +162,7 @@ class Config:
             sync=boolean("sync", sync),
             debug=boolean("debug", debug),
         )
+        self._set(sim=_sim(sim, self.device))
         self._set(device_blocks=self._blocks("device", 1, device_blocks, device_memory))
         self._set(host_blocks=self._blocks("host", 0, host_blocks, host_memory))
         self._set(tier_policy=_tier_policy(tier_policy, self.host_blocks))
@@ -326,13 +332,23 @@ def _device(value: object) -> str:
     if isinstance(value, torch.device):
         value = str(value)
     if isinstance(value, str) and value.partition(":")[0] in _PLANNED_DEVICES:
-        raise ConfigError(f"device={shown(value)} is not in this version; supported: 'cpu'")
+        raise ConfigError(f"device={shown(value)} is not in this version; supported: 'cpu', 'sim'")
     if isinstance(value, str) and value not in DEVICES:
         known = ", ".join(repr(x) for x in DEVICES + _PLANNED_DEVICES)
         raise ConfigError(
             f"device={shown(value)} is unknown; known: {known}; in this version use device='cpu'"
         )
     return choice("device", value, DEVICES, error=ConfigError)
+
+
+def _sim(value: object, device: str) -> SimOptions | None:
+    if device != "sim":
+        if value is not None:
+            raise ConfigError(f"sim={shown(value)} needs device='sim', not {device!r}")
+        return None
+    if value is not None and not isinstance(value, SimOptions):
+        raise TypeError(f"sim must be a kvmem.SimOptions, not {type(value).__name__}")
+    return SimOptions() if value is None else value
 
 
 def _block_size(value: object) -> int:

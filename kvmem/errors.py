@@ -15,6 +15,7 @@
     ├── FormatError        (ValueError)    a file is not what it claims to be
     ├── CorruptEntry                       the header is sound, the bytes are not (R11)
     ├── DeviceUnavailable  (RuntimeError)  no such device, or it failed for good (R8)
+    ├── RaceError          (RuntimeError)  two accesses that nothing orders; device="sim" only (R6)
     └── ManagerClosed      (RuntimeError)  used after close(), or in a forked child
 
 A wrong Python type is a plain ``TypeError``, a bad argument value a plain ``ValueError``. A message
@@ -100,6 +101,24 @@ class CorruptEntry(KVMemError):
 
 class DeviceUnavailable(KVMemError, RuntimeError):
     """There is no such device, or it failed for good and the Manager says so from now on (R8)."""
+
+
+class RaceError(KVMemError, RuntimeError):
+    """Two conflicting accesses to a frame are not ordered (R6): a bug of kvmem or of an engine's
+    own kernels. Raised by ``device="sim"`` only, whatever order they happened to take.
+
+    ``first`` and ``second`` tell of each access: which stream and what, and the calls that queued
+    it, innermost first.
+    """
+
+    def __init__(self, message: str = "", *, first: str = "", second: str = "") -> None:
+        super().__init__(message)
+        self.first = first
+        self.second = second
+
+    def again(self) -> RaceError:
+        """The same for another call, with a traceback of its own."""
+        return RaceError(str(self), first=self.first, second=self.second)
 
 
 class ManagerClosed(KVMemError, RuntimeError):

@@ -44,7 +44,7 @@ class Runtime:
             host_blocks=config.host_blocks,
             block_size=config.block_size,
             write_back=config.tier_policy == "write_back",
-            record_fills=config.debug,
+            record_fills=config.debug or (config.sim is not None and config.sim.poison),
         )
         self.extras = ExtraKeys()
         self.events = EventLog()

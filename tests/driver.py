@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import random
 from typing import Any
 
@@ -29,6 +30,12 @@ SMALL: dict[str, Any] = {
     "host_blocks": 8,
     "debug": True,
 }
+#: `KVMEM_TEST_DEVICE=sim` runs whatever uses this driver on the simulated device (tests/sim).
+DEVICE: dict[str, Any] = {"device": os.environ.get("KVMEM_TEST_DEVICE", "cpu")}
+if DEVICE["device"] == "sim":
+    DEVICE["sim"] = kvmem.SimOptions(
+        mode=os.environ.get("KVMEM_TEST_MODE", "random"), seed=int(os.environ["KVMEM_SEED"])
+    )
 NUM_HEADS = 2
 # Of the ledger's record: scratch of the call in progress and detail of the last refusal.
 SCRATCH = {"error_row", "error_needed", "error_available", "num_needed", "num_reclaimed"}
@@ -46,7 +53,7 @@ class Driver:
     """One Manager and all handles made through it."""
 
     def __init__(self, **settings: Any) -> None:
-        self.config = kvmem.Config(**{**SMALL, **settings})
+        self.config = kvmem.Config(**{**SMALL, **DEVICE, **settings})
         self.manager = kvmem.Manager(self.config)
         self.live: list[kvmem.Sequence] = []
         self.pins: list[kvmem.Pin] = []

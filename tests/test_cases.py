@@ -338,7 +338,7 @@ def test_case_37_a_copy_out_waits_for_the_step_that_writes() -> None:
         seen: list[bool] = []
         d.store.device.hook = lambda *_: seen.append(step.ended)
         d.manager.swap_out([child]).wait(30)
-        assert seen == [True]
+        assert seen and all(seen)  # a late device may run an earlier copy here as well
         d.store.device.hook = None
         d.manager.evict(8)
         d.manager.swap_in([seq, child])

@@ -1,4 +1,7 @@
-"""What ``debug=True`` adds to the store: poison, guard frames, checksums (R11)."""
+"""What ``debug=True`` adds to the store: poison, guard frames, checksums (R11).
+
+A simulated device has the poison without ``debug`` too.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,29 @@ from kvmem.store.device import FrameIds
 from kvmem.store.layout import Layout
 
 
-class Checks:
+class Poison:
+    """NaN in all frames at the start and in each device frame that is vacated."""
+
+    def __init__(self, layout: Layout, device: Arena, host: Arena | None) -> None:
+        self._device = device
+        self._host = host
+        self._pattern: np.generic = nan_pattern(layout.dtype_name)
+        for arena in (device, host):
+            if arena is not None:  # all but the null frame; the last one, the guard, must stay so
+                self._bits(arena)[1:] = self._pattern
+
+    def _bits(self, arena: Arena) -> NDArray[Any]:
+        """The arena as unsigned words of the size of an element: NaN has equal bits only there."""
+        return arena.bytes.view(self._pattern.dtype)
+
+    def fill(self, frames: FrameIds) -> None:
+        """Fill device frames with NaN: a reader of a vacated slot shows it at once."""
+        from cuda_kernels import fill_frames
+
+        fill_frames(self._bits(self._device), frames, self._pattern)
+
+
+class Checks(Poison):
     """Guards and checksums of one store. Each method reads or writes whole frames: debug only.
 
     ``record`` runs on the out stream and ``verify`` on the in stream; the fences that order the
@@ -23,30 +48,10 @@ class Checks:
     """
 
     def __init__(self, layout: Layout, device: Arena, host: Arena | None) -> None:
-        self._layout = layout
-        self._device = device
-        self._host = host
-        self._pattern: np.generic = nan_pattern(layout.dtype_name)
+        super().__init__(layout, device, host)
         num_host = host.num_frames if host is not None else 0
         self._sums: NDArray[np.uint32] = np.zeros(num_host, np.uint32)
         self._tokens: NDArray[np.int32] = np.full(num_host, -1, np.int32)
-        self._poison_at_start(device)
-        if host is not None:
-            self._poison_at_start(host)
-
-    def _poison_at_start(self, arena: Arena) -> None:
-        """NaN in every frame but the null frame; the last one, the guard, must stay so."""
-        self._bits(arena)[1:] = self._pattern
-
-    def _bits(self, arena: Arena) -> NDArray[Any]:
-        """The arena as unsigned words of the size of an element: NaN has equal bits only there."""
-        return arena.bytes.view(self._pattern.dtype)
-
-    def poison(self, frames: FrameIds) -> None:
-        """Fill device frames with NaN: a reader of a vacated slot shows it at once."""
-        from cuda_kernels import fill_frames
-
-        fill_frames(self._bits(self._device), frames, self._pattern)
 
     def record(self, device_ids: FrameIds, host_ids: FrameIds, tokens: FrameIds) -> None:
         """Keep the checksum of what is about to go out, read at its source.

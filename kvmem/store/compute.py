@@ -49,14 +49,7 @@ class Compute:
         """Store K and V of one layer; see ``Store.write``."""
         from cuda_kernels import write_kv
 
-        layout = self._layout
-        key_offset, value_offset = self._offsets(layer)
-        rows = (len(slot_mapping), layout.num_kv_heads)
-        self._check_tensor("key", key, (*rows, layout.head_dim))
-        self._check_tensor("value", value, (*rows, layout.value_dim))
-        if self._check:
-            _check_finite("key", key, slot_mapping)
-            _check_finite("value", value, slot_mapping)
+        key_offset, value_offset = self.check_write(layer, key, value, slot_mapping)
         write_kv(
             self._arena,
             self._array(key),
@@ -67,6 +60,30 @@ class Compute:
             check=self._check,
             **self._common,
         )
+
+    def check_write(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: NDArray[np.int64]
+    ) -> tuple[int, int]:
+        """Refuse tensors that can't be written; the plane offsets of the layer."""
+        layout = self._layout
+        offsets = self._offsets(layer)
+        rows = (len(slot_mapping), layout.num_kv_heads)
+        self._check_tensor("key", key, (*rows, layout.head_dim))
+        self._check_tensor("value", value, (*rows, layout.value_dim))
+        if self._check:
+            _check_finite("key", key, slot_mapping)
+            _check_finite("value", value, slot_mapping)
+        return offsets
+
+    def output(
+        self, query: torch.Tensor, num_tokens: int, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Where attention goes, after checking the query: ``out``, or a new tensor full of NaN."""
+        shape = (num_tokens, self._check_query(query, num_tokens), self._layout.value_dim)
+        if out is None:
+            return torch.full(shape, torch.nan, dtype=self._layout.dtype)
+        self._check_tensor("out", out, shape)
+        return out
 
     def attend(
         self,

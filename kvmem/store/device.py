@@ -13,6 +13,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +21,16 @@ from numpy.typing import NDArray
 from kvmem.store.arena import Arena
 
 FrameIds = NDArray[np.int32]
+
+
+class Named(Protocol):
+    """What can be accessed: an arena, or a buffer that has a name of its own."""
+
+    name: str
+
+
 #: Frames of an arena that a launch reads or writes, for a device that checks orderings.
-Access = tuple[Arena, FrameIds]
+Access = tuple[Named, FrameIds]
 
 
 class Stream(enum.IntEnum):
@@ -53,6 +62,9 @@ class Device(ABC):
     """Memory and streams of one device. Every method is thread-safe."""
 
     name: str
+    #: Kernels are queued as copies are, so operands are staged and each launch says what it
+    #: touches; vacated frames are poisoned. Else the calling thread is the compute stream.
+    simulated: bool = False
 
     @abstractmethod
     def new_arena(self, name: str, num_frames: int, frame_bytes: int, *, host: bool) -> Arena:
@@ -110,6 +122,15 @@ class Device(ABC):
         moved: Moved | None = None,
     ) -> None:
         """Run ``function`` in the order of ``stream``; ``moved`` is counted when it has ended."""
+
+    def settle(self, stream: Stream) -> None:  # noqa: B027 - nothing to do where work runs at once
+        """See that what COMPUTE was given has run, for a result that has no fence; orders nothing.
+
+        Nothing to do where the calling thread is that stream.
+        """
+
+    def read_back(self, arena: Named, frames: FrameIds) -> None:  # noqa: B027 - the same
+        """The host is about to read frames. Raises ``RaceError`` on a device that can tell."""
 
     @abstractmethod
     def moved(self, stream: Stream) -> Moved:

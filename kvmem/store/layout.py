@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvmem.errors import ConfigError
 from kvmem.geometry import FrameGeometry, uniform_frame
+from kvmem.sim_options import SimOptions
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -51,6 +52,10 @@ class StoreConfig(Protocol):
     def device_blocks(self) -> int: ...
     @property
     def host_blocks(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def sim(self) -> SimOptions | None: ...
     @property
     def sync(self) -> bool: ...
     @property

@@ -79,6 +79,51 @@ class TransferQueue:
         return self._first - 1
 
 
+class StepFences:
+    """Fences of the steps that are open, or ended but not known to be done. Guarded by the store's
+    lock.
+
+    Steps end in any order, and a frame that two of them used carries the higher epoch only. So
+    "after step n" is after step n and all earlier ones that have ended: the stream is a FIFO, so
+    the one recorded last of these is enough.
+    """
+
+    __slots__ = ("_device", "_ended", "open")
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.open: dict[int, Fence] = {}
+        self._ended: deque[tuple[int, Fence]] = deque()  # in the order of their fences
+
+    def begin(self, epoch: int) -> None:
+        """Make the fence of a step; a second call: no-op."""
+        if epoch not in self.open:
+            self.open[epoch] = self._device.new_fence(f"step {epoch}")
+
+    def end(self, epoch: int) -> None:
+        """Record the fence of an open step: all its work was given to COMPUTE. Else: no-op."""
+        fence = self.open.pop(epoch, None)
+        if fence is not None:
+            self._device.record(Stream.COMPUTE, fence)
+            self._ended.append((epoch, fence))
+            self._forget()
+
+    def after(self, epoch: int) -> list[Fence]:
+        """What to wait for so that nothing of steps up to ``epoch`` that have ended, and of
+        ``epoch`` itself, is left to run."""
+        self._forget()
+        found = [self.open[epoch]] if epoch in self.open else []
+        for ended, fence in reversed(self._ended):
+            if ended <= epoch:
+                return [*found, fence]
+        return found
+
+    def _forget(self) -> None:
+        """Drop the fences that are reached: the stream is a FIFO, so they are the first ones."""
+        while self._ended and self._device.query(self._ended[0][1]):
+            self._ended.popleft()
+
+
 def own_copy(ids: FrameIds) -> FrameIds:
     """A copy that the ledger can't change under a queued transfer (case 41)."""
     return np.array(ids, dtype=np.int32, order="C")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -21,17 +21,19 @@ from kvmem.errors import (
     DeviceUnavailable,
     ManagerClosed,
     NotResident,
+    RaceError,
     TransferError,
 )
 from kvmem.fork import ForkGuard
 from kvmem.geometry import RESERVED_FRAMES, arena_frames
 from kvmem.store.arena import Arena
-from kvmem.store.checks import Checks
+from kvmem.store.checks import Checks, Poison
 from kvmem.store.compute import Compute
-from kvmem.store.cpu import CpuDevice
 from kvmem.store.device import Device, Fence, FrameIds, Moved, Stream
 from kvmem.store.layout import Layout, StoreConfig
-from kvmem.store.order import Ids, TransferQueue, check_frames, check_order, own_copy
+from kvmem.store.making import make_device
+from kvmem.store.order import Ids, StepFences, TransferQueue, check_frames, check_order, own_copy
+from kvmem.store.staged import StagedCompute
 from kvmem.store.transfer_clock import TransferObserver, copy_watched
 
 if TYPE_CHECKING:
@@ -55,22 +57,31 @@ class Store:
         self.debug = config.debug
         self.num_blocks = (config.device_blocks, config.host_blocks)
         frame_bytes = self.layout.frame_bytes
-        self.device = CpuDevice(sync=config.sync) if device is None else device
+        self.device = make_device(config) if device is None else device
         frames = [arena_frames(blocks, debug=config.debug) for blocks in self.num_blocks]
         self._device_arena = self.device.new_arena("device", frames[0], frame_bytes, host=False)
         self._host_arena: Arena | None = None
         if frames[1]:
             self._host_arena = self.device.new_arena("host", frames[1], frame_bytes, host=True)
         self._compute = Compute(self.layout, self._device_arena, check=config.debug)
+        self._kernels: Compute | StagedCompute = self._compute
         self._checks: Checks | None = None
+        self._poison: Poison | None = None
         if config.debug:
-            self._checks = Checks(self.layout, self._device_arena, self._host_arena)
+            self._poison = self._checks = Checks(self.layout, self._device_arena, self._host_arena)
+        elif self.device.simulated:
+            self._poison = Poison(self.layout, self._device_arena, self._host_arena)
+        if self.device.simulated:
+            late = config.sim is not None and config.sim.late_results
+            self._kernels = StagedCompute(
+                self._compute, self.layout, self.device, self._device_arena, late_results=late
+            )
         # Guards the three below; held for a few list operations, never while anything waits.
         self._lock = threading.Lock()
         self._out = TransferQueue(self.device, Stream.OUT)
         self._in = TransferQueue(self.device, Stream.IN)
         self._transfers = {"out": self._out, "in": self._in}
-        self._steps: dict[int, Fence] = {}
+        self._steps = StepFences(self.device)
         self.observers: tuple[TransferObserver, ...] = ()  # who hears of transfers; mostly nobody
         self._closed = False
         self._fork = ForkGuard()
@@ -92,7 +103,7 @@ class Store:
                 if plan.step_after_in or plan.step_after_out or len(plan.fill_frames):
                     self._check_order(plan)
                 if plan.step_epoch:
-                    self._open_step(plan.step_epoch)
+                    self._steps.begin(plan.step_epoch)
             return
         with self._lock:
             blocks = self.num_blocks
@@ -106,7 +117,7 @@ class Store:
             if plan.in_id:
                 self._submit_in(plan, into)
             if plan.step_epoch:
-                self._open_step(plan.step_epoch)
+                self._steps.begin(plan.step_epoch)
 
     def begin(self, plan: Plan) -> None:
         """Let the compute stream wait for what the plan's step needs, then copy on write (R3, R6).
@@ -116,7 +127,7 @@ class Store:
         """
         self.check_usable()
         waits = plan.step_after_in or plan.step_after_out or len(plan.copy_source)
-        if not waits and plan.step_epoch in self._steps:
+        if not waits and plan.step_epoch in self._steps.open:
             return
         with self._lock:
             into, out = self._in, self._out
@@ -124,10 +135,8 @@ class Store:
                 raise ValueError("the plan's step waits for a transfer not submitted; submit first")
             fences = (into.fence(plan.step_after_in), out.fence(plan.step_after_out))
             if plan.step_epoch:
-                self._open_step(plan.step_epoch)
-        for fence in fences:
-            if fence is not None:
-                self.device.wait(Stream.COMPUTE, fence)
+                self._steps.begin(plan.step_epoch)
+        self._after(Stream.COMPUTE, *fences)
         if len(plan.copy_source):
             self._copy_on_write(plan)
 
@@ -138,9 +147,7 @@ class Store:
         legal after a failure of the device.
         """
         with self._lock:
-            fence = self._steps.pop(step_epoch, None)
-        if fence is not None:
-            self.device.record(Stream.COMPUTE, fence)
+            self._steps.end(step_epoch)
 
     def retired(self) -> tuple[int, int]:
         """The last out id and the last in id that are done, with all before them; never waits."""
@@ -198,7 +205,7 @@ class Store:
         is written then.
         """
         self._check_open()
-        self._compute.write(layer, key, value, slot_mapping)
+        self._kernels.write(layer, key, value, slot_mapping)
 
     def attend(
         self,
@@ -227,7 +234,7 @@ class Store:
         Raises ``ShapeError``, ``TypeError`` or ``ValueError`` before anything is computed.
         """
         self._check_open()
-        return self._compute.attend(
+        return self._kernels.attend(
             layer,
             query,
             table=table,
@@ -247,14 +254,17 @@ class Store:
         """Views of K and V of a layer in the device arena, frame 0 (the null frame) included.
 
         ``[device_blocks + 1, block_size, num_kv_heads, head_dim | value_dim]``, strided, no copy.
+        A simulated device first runs its compute stream, and sees no access by such a view.
         """
+        self.device.settle(Stream.COMPUTE)
         return self._views(DEVICE, layer)
 
     def block_view(self, tier: int, frame: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of K and V of a layer in one frame: ``[block_size, num_kv_heads, dim]``.
 
         Raises ``ValueError`` for a frame out of range, ``NotResident`` for a tier that is off.
-        The bytes of a frame under a copy are in motion: ``wait`` for it first.
+        The bytes of a frame under a copy are in motion: ``wait`` for it first, else a simulated
+        device raises ``RaceError``.
         """
         key, value = self._views(tier, layer)
         if not RESERVED_FRAMES <= frame <= self.num_blocks[tier]:
@@ -262,6 +272,8 @@ class Store:
                 f"frame {frame} is out of range; tier {tier} has frames 1 to "
                 f"{self.num_blocks[tier]}"
             )
+        arena = self._device_arena if tier == DEVICE else self._host_arena
+        self.device.read_back(cast(Arena, arena), np.array([frame], np.int32))
         return key[frame], value[frame]
 
     # --- state -------------------------------------------------------------------------------
@@ -315,28 +327,27 @@ class Store:
     # --- inside ------------------------------------------------------------------------------
 
     def _check_order(self, plan: Plan) -> None:
-        out, into = self._out.last, self._in.last
-        check_order(plan, last_out=out, last_in=into)
+        check_order(plan, last_out=self._out.last, last_in=self._in.last)
 
     def _submit_out(self, plan: Plan, out: Ids, poison: FrameIds) -> None:
         device, queue = self.device, self._out
         source, target = self._device_arena, self._host_arena
-        self._after(Stream.OUT, self._steps.get(plan.out_after_step))
+        self._after(Stream.OUT, *self._steps.after(plan.out_after_step))
         self._after(Stream.OUT, self._in.fence(plan.out_after_in))
         if len(out.device) and target is not None:
             if self._checks is not None:
                 note = partial(self._checks.record, out.device, out.host, out.tokens)
                 device.launch(Stream.OUT, note, reads=((source, out.device),))
             copy_watched(self.observers, device, Stream.OUT, target, out.host, source, out.device)
-        if len(poison) and self._checks is not None:
-            fill = partial(self._checks.poison, poison)
+        if len(poison) and self._poison is not None:
+            fill = partial(self._poison.fill, poison)
             device.launch(Stream.OUT, fill, writes=((source, poison),))
         queue.record(plan.out_id)
 
     def _submit_in(self, plan: Plan, into: Ids) -> None:
         device, queue = self.device, self._in
         source, target = self._host_arena, self._device_arena
-        self._after(Stream.IN, self._steps.get(plan.in_after_step))
+        self._after(Stream.IN, *self._steps.after(plan.in_after_step))
         self._after(Stream.IN, self._out.fence(plan.in_after_out))
         if len(into.host) and source is not None:
             copy_watched(self.observers, device, Stream.IN, target, into.device, source, into.host)
@@ -359,14 +370,10 @@ class Store:
             moved=Moved(len(source), int(tokens.sum()) * self.layout.token_bytes),
         )
 
-    def _after(self, stream: Stream, fence: Fence | None) -> None:
-        """Order a stream after a fence; None is a fence that was reached and forgotten."""
-        if fence is not None:
+    def _after(self, stream: Stream, *fences: Fence | None) -> None:
+        """Order a stream after fences; None is a fence that was reached and forgotten."""
+        for fence in filter(None, fences):
             self.device.wait(stream, fence)
-
-    def _open_step(self, epoch: int) -> None:
-        if epoch not in self._steps:
-            self._steps[epoch] = self.device.new_fence(f"step {epoch}")
 
     def _views(self, tier: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._check_open()
@@ -392,6 +399,8 @@ class Store:
         self._check_open()
         error = self.device.error
         if error is not None:
+            if isinstance(error, RaceError):
+                raise error.again() from error
             kind = CorruptEntry if isinstance(error, CorruptEntry) else DeviceUnavailable
             raise kind(
                 f"the device failed and the store with it: {str(error)[:160]}; close this "

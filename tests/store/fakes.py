@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvmem.sim_options import SimOptions
 from kvmem.store import DEVICE, Store
 
 
@@ -22,6 +23,8 @@ class FakeConfig:
     block_size: int = 4
     device_blocks: int = 6
     host_blocks: int = 8
+    device: str = "cpu"
+    sim: SimOptions | None = None
     sync: bool = False
     debug: bool = True
 

@@ -98,7 +98,7 @@ def test_a_step_waits_only_for_its_own_epoch(make_store: MakeStore) -> None:
     store.end(3)
     store.end(1)
     store.end(1)  # a second call changes nothing
-    assert store._steps == {}
+    assert store._steps.open == {}
 
 
 def test_a_departing_frame_is_handed_on_at_once_and_the_taker_waits(
@@ -242,7 +242,7 @@ def test_a_plan_that_cant_be_changes_nothing(make_store: MakeStore, name: str) -
     assert len(str(caught.value)) <= 300
     assert np.array_equal(before, arena_bytes(store, DEVICE))
     assert store.retired() == (0, 0)
-    assert store._steps == {}
+    assert store._steps.open == {}
     store.submit(Plan(**out_plan(1, [1], [1])))
     assert store.wait("out", 1, 60)
 

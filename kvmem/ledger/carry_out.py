@@ -206,7 +206,8 @@ def fill_rows(state: State, rows: Rows, batch: Batch) -> None:
     report[IS_FILLED] = 1 if total <= batch.tokens.shape[0] else 0
     if report[IS_FILLED] == 0:
         return
-    at = r = num_ready = 0
+    at = np.int64(0)
+    r = num_ready = 0
     batch.query_start[0] = 0
     for i in range(rows.shape[0]):
         if rows[i].reason != PLANNED:

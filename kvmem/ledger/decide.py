@@ -322,7 +322,7 @@ def decide(
         ledger.error_row = find_too_long(state, rows, reserve)
         if ledger.error_row >= 0:
             return TOO_LONG
-    top = 0
+    top = np.int64(0)  # a plain 0 is a type of its own to Numba, and its callees compile twice
     new_entries = np.int64(0)
     code = OK
     for i in range(rows.shape[0]):

@@ -259,7 +259,7 @@ class Ledger(GrowingState):
         asking.ask(seqs, num_tokens)
         while code := ops_steps.would_plan(
             self.addresses, asking.addresses, len(seqs), num_tokens is not None, self._found,
-            budget, reserve, hashes, self._need,
+            budget, reserve, True, hashes, self._need,
         ):  # fmt: skip
             if not self._retry(code):
                 break
@@ -375,8 +375,7 @@ class Ledger(GrowingState):
         return bool(q["state"] != NO_SEQUENCE and not q["freed"])
 
 
-_NO_IDS = np.zeros(0, np.int32)
-_NO_IDS.setflags(write=False)
+_NO_IDS = np.zeros(0, np.int32)  # writable: a read-only array is a type of its own to Numba
 _ONE_EACH = np.zeros(0, np.int64)  # counts that were not given
 _NO_PLAN = Plan()  # of a call that moves nothing
 

@@ -131,9 +131,9 @@ def append(
         return code
     if counts.shape[0] == 0:
         for i in range(seqs.shape[0]):
-            append_to(state, int(seqs[i]), values, i, 1, draft)
+            append_to(state, int(seqs[i]), values, i, np.int64(1), draft)
         return OK
-    at = 0
+    at = np.int64(0)
     for i in range(seqs.shape[0]):
         append_to(state, int(seqs[i]), values, at, int(counts[i]), draft)
         at += counts[i]
@@ -167,7 +167,7 @@ def accept(
         dropped = sequence.num_drafts - accepted[i]
         cut(state, s, int(sequence.num_tokens - dropped))
         sequence.num_drafts = 0
-        append_to(state, s, values, i, 1, False)
+        append_to(state, s, values, i, np.int64(1), np.bool_(False))
         publish(state, s)
     return OK
 

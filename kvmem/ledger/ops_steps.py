@@ -79,14 +79,15 @@ def would_plan(
     found: Ids,
     budget: int,
     reserve: int,
+    need_all: bool,
     hashes: NDArray[np.int64],
     need: NDArray[np.int64],
 ) -> int:
-    """What `plan_step` with all rows would answer, without a change (R7)."""
+    """What `plan_step` would answer, without a change (R7)."""
     state, batch = opened(addresses), opened_batch(batch_addresses)
     rows = batch.rows[:num_rows]
     ask(batch, rows, is_limited)
-    code = decide(state, rows, found, budget, reserve, True, hashes, need)
+    code = decide(state, rows, found, budget, reserve, need_all, hashes, need)
     clear_marks(state, rows, found)
     return code
 
@@ -97,7 +98,7 @@ def look_up_cached(addresses: Addresses, batch_addresses: Addresses, s: int, fou
     batch = opened_batch(batch_addresses)
     row_at = batch.rows[:1]
     row_at[0].sequence = s
-    look_up(opened(addresses), row_at, found, 0)
+    look_up(opened(addresses), row_at, found, np.int64(0))
     return int(row_at[0].num_found)
 
 

@@ -121,7 +121,7 @@ def cut(state: State, s: int, num_tokens: int) -> None:
 def make_waiting(state: State, s: int) -> None:
     """Give up all blocks of a sequence and keep its tokens (recompute). O(blocks)."""
     sequence = state.sequences[s]
-    release_tail(state, s, 0)
+    release_tail(state, s, np.int64(0))
     sequence.state = WAITING
     sequence.num_computed = 0
     sequence.num_stored = 0
@@ -167,7 +167,7 @@ def make_resident(state: State, s: int) -> None:
 def end_sequence(state: State, s: int) -> None:
     """Release a sequence's blocks, spans and record. O(blocks)."""
     ledger, sequence, table = state.ledger[0], state.sequences[s], state.tables[s, GROUP]
-    release_tail(state, s, 0)
+    release_tail(state, s, np.int64(0))
     if table.capacity:
         give_span(state, TABLE, state.table, int(table.start), int(table.capacity))
         table.capacity = 0

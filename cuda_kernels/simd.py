@@ -16,10 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numba
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic, models, register_model
 
+#: Instructions have no Python form; with NUMBA_DISABLE_JIT=1 other twins run (coverage, faults).
+JIT_DISABLED = bool(numba.config.DISABLE_JIT)
 LINE_BYTES = 64
 
 _INT8 = ir.IntType(8)

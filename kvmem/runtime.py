@@ -48,6 +48,7 @@ class Runtime:
         )
         self.extras = ExtraKeys()
         self.events = EventLog()
+        self.live: dict[int, int] = {}  # id() of each live handle -> its record
         self.handles: weakref.WeakValueDictionary[int, Sequence] = weakref.WeakValueDictionary()
         self.abandoned: deque[int] = deque()  # epochs of steps dropped without an end
         self.dropped: deque[int] = deque()  # records whose handle was dropped without free
@@ -110,13 +111,16 @@ class Runtime:
             return self._last_records
         if not isinstance(seqs, list | tuple):
             raise TypeError(f"seqs must be a list of Sequence, not {type(seqs).__name__}")
-        records = np.array([self.record(s, "seqs", i) for i, s in enumerate(seqs)], np.int32)
-        if len(set(records.tolist())) != len(records):
-            first = {int(r): i for i, r in reversed(list(enumerate(records)))}
-            row = next(i for i, r in enumerate(records) if first[int(r)] != i)
+        try:
+            found = [self.live[key] for key in map(id, seqs)]
+        except KeyError:
+            found = [self.record(seq, "seqs", i) for i, seq in enumerate(seqs)]
+        if len(set(found)) != len(found):
+            row = next(i for i, r in enumerate(found) if r in found[:i])
             raise ValueError(f"seqs[{row}] is there twice; allowed: each sequence once")
+        records = np.array(found, np.int32)
         self.last_list, self._last_records = list(seqs), records
-        self.last_ids = tuple([seq.id for seq in seqs])
+        self.last_ids = tuple(self.ledger.state.sequences["arrival"][records].tolist())
         return records
 
     def record(self, seq: object, name: str, row: int | None = None) -> int:

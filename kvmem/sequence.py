@@ -30,6 +30,7 @@ class Sequence:
         self._record = record
         self._id = int(runtime.ledger.state.sequences["arrival"][record])
         runtime.handles[record] = self
+        runtime.live[id(self)] = record
 
     @property
     def id(self) -> int:
@@ -101,6 +102,7 @@ class Sequence:
     def _end(self) -> None:
         """Mark the handle as freed; the Manager frees the record."""
         self._runtime.handles.pop(self._record, None)
+        self._runtime.live.pop(id(self), None)
         self._record = 0
 
     def _field(self, name: str) -> int:
@@ -123,6 +125,8 @@ class Sequence:
         raise TypeError("a Sequence cannot be pickled or copied; send its tokens")
 
     def __del__(self) -> None:
+        if getattr(self, "_record", 0):
+            self._runtime.live.pop(id(self), None)  # before another object can have this id
         if getattr(self, "_record", 0) and not self._runtime.closed:
             self._runtime.dropped.append(self._record)
             warnings.warn(

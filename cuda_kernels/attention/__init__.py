@@ -98,7 +98,13 @@ def paged_attention(
             checks.array("lse", lse, (_FLOAT32,), query.shape[:2])
             checks.writable("lse", lse)
         _check_rows(query.shape[0], table, table_start, seq_lens, query_start)
-    from cuda_kernels.attention import cpu, request, tasks
+    from cuda_kernels import simd
+    from cuda_kernels.attention import request, tasks
+
+    if simd.JIT_DISABLED:
+        from cuda_kernels.attention import plain as twin
+    else:
+        from cuda_kernels.attention import cpu as twin  # type: ignore[no-redef]
 
     rows = tasks.Rows(
         table,
@@ -109,7 +115,7 @@ def paged_attention(
     if check:
         _check_tables(rows, int(block_size), int(window or 0), arena.shape[0])
     heads, size = int(num_kv_heads), int(block_size)
-    cpu.attend(
+    twin.attend(
         request.Request(
             out.view(storage.bits_dtype),
             query.view(storage.bits_dtype),

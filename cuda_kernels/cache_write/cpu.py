@@ -7,7 +7,7 @@ from numba import njit
 
 from cuda_kernels.dtypes import Bits, Int64s
 from cuda_kernels.plane import Plane
-from cuda_kernels.simd import LINE_BYTES, copy_bytes, load_line, store_line
+from cuda_kernels.simd import JIT_DISABLED, LINE_BYTES, copy_bytes, load_line, store_line
 from cuda_kernels.threads import address
 
 compiled = njit(cache=True, nogil=True, error_model="numpy", _nrt=False)
@@ -63,8 +63,23 @@ def store_rows(
             row += source_head
 
 
+def write_plainly(arena: Bits, rows: Bits, plane: Plane, block_size: int, slots: Int64s) -> None:
+    """The same under NUMBA_DISABLE_JIT=1, where instructions have no Python form."""
+    strides = (arena.shape[1], plane.token_stride, plane.head_stride, 1)
+    stored = np.lib.stride_tricks.as_strided(
+        arena.reshape(-1)[plane.offset :],
+        (arena.shape[0], block_size, *rows.shape[1:]),
+        tuple(stride * arena.itemsize for stride in strides),
+    )
+    kept = slots >= 0
+    stored[slots[kept] // block_size, slots[kept] % block_size] = rows[kept]
+
+
 def write(arena: Bits, rows: Bits, plane: Plane, block_size: int, slots: Int64s) -> None:
     """Store rows ``[num_tokens, num_heads, dims]`` of any strides in a plane of an arena."""
+    if JIT_DISABLED:
+        write_plainly(arena, rows, plane, block_size, slots)
+        return
     size = rows.itemsize
     if rows.strides[2] != size:
         rows = np.ascontiguousarray(rows)

@@ -48,9 +48,10 @@ def move_frames(
         _refuse_repeated("target_ids", target_ids)
         if np.may_share_memory(source_arena, target_arena):
             raise ValueError("source_arena and target_arena overlap; use copy_blocks inside one")
+    from cuda_kernels import simd
     from cuda_kernels.frames import cpu
 
-    move = cpu.move_plainly if cpu.JIT_DISABLED else cpu.move
+    move = cpu.move_plainly if simd.JIT_DISABLED else cpu.move
     move(target_arena, target_ids, source_arena, source_ids)
 
 

@@ -8,7 +8,6 @@ not frames of some MiB: those it takes for something to be used at once.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from numba import njit
 
@@ -23,7 +22,6 @@ from cuda_kernels.simd import (
 )
 
 compiled = njit(cache=True, nogil=True, _nrt=False)
-JIT_DISABLED = bool(numba.config.DISABLE_JIT)
 
 # How far ahead a source is asked for: the processor's own prefetch ends with each page of 4 KiB.
 AHEAD_BYTES = 512

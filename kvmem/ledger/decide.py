@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from .jit import compiled
+from .jit import compiled, prefetch
 from .sequence import entry, num_blocks_for, path_end
 from .spans import span_capacity
 from .state import DEVICE, GROUP, MARKED, RESIDENT, Rows, State
@@ -168,6 +168,7 @@ def count_row(state: State, row_at: Rows, found: NDArray[np.int32], need: NDArra
             count_block(state, int(state.table[table.start + j]), need)
     for j in range(row.found_start, row.found_start + row.num_found):
         count_block(state, int(found[j]), need)
+        prefetch(state.frames, state.blocks[found[j]].device_frame)  # take_hold moves it
     stored = stored_after(state, row_at)
     end = max(stored, computed_after(state, row_at) + int(row.num_tokens))
     length = num_blocks_for(state, end)

@@ -101,7 +101,7 @@ def count_hits_as_free(original: Function, hit: Callable[[], None]) -> Function:
 
 @fault("clear_marks", 0, 1)
 def leave_marks_behind(original: Function, hit: Callable[[], None]) -> Function:
-    def clear_marks(state: Any, rows: Any, num_rows: int, found: Any) -> None:
+    def clear_marks(state: Any, rows: Any, found: Any) -> None:
         if (state.blocks["bits"] & MARKED).any():
             hit()
 

@@ -222,9 +222,11 @@ class World:
         device = self.store.device._state
         streams = [s for s in COPY_STREAMS if s in device.queues]
         with device.changed:
+            device.num_waiting += 1  # else nobody wakes us
             ended = device.changed.wait_for(
                 lambda: not any(device.is_ready(s) for s in streams), 20.0
             )
+            device.num_waiting -= 1
         require(ended, "copies never end (R9)")
         if not self.held:
             self.wait_for_copies()

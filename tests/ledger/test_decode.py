@@ -128,11 +128,11 @@ def attempt(play: Play, act: Any, seqs: list[int]) -> int:
 @pytest.mark.parametrize("block", [1, 2, 4])
 def test_both_ways_leave_the_same(block: int, seed: int) -> None:
     plain = 0
-    for turn in range(12):
+    for turn in range(8):
         pair = Pair(device=12, host=6, block=block)
         wander(pair, random.Random(seed + turn), 40)
         plain += pair.num_plain
-    assert (plain > 20) == (block > 1)  # blocks of one token always take the general way
+    assert (plain > 15) == (block > 1)  # blocks of one token always take the general way
 
 
 def test_what_a_decode_batch_is(play: Play) -> None:
@@ -201,7 +201,7 @@ def test_the_dense_table_follows_what_changes(play: Play) -> None:
     """Appended blocks, a copy on write, a swap with other frames, a shorter row."""
     s = play.made(7)
     (child,) = play.fork(s)
-    for turn in range(12):
+    for turn in range(8):
         play.append(s, turn)
         play.append(child, 50 + turn)
         if turn == 4:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvmem.ledger import ledger as ledger_module
+from kvmem.ledger import sealed
 from kvmem.store import order, store
 from kvmem.store.device import Stream
 from kvmem.store.order import StepFences, TransferQueue
@@ -274,14 +274,14 @@ def by_reference(original: Function, hit: Hit) -> Function:
 MUTANTS["ids_by_reference_in_the_store"] = Mutant(
     ((order, "own_copy"), (store, "own_copy")),
     by_reference,
-    "masked: the ledger gives each plan arrays of its own (ledger._columns)",
+    "masked: the ledger gives each plan arrays of its own (sealed._columns)",
 )
 MUTANTS["ids_by_reference_in_the_ledger"] = Mutant(
-    ((ledger_module, "_columns"),),
+    ((sealed, "_columns"),),
     by_reference,  # copies on write are read when the step begins, perhaps after another plan
 )
 MUTANTS["ids_by_reference_in_both"] = Mutant(
-    ((order, "own_copy"), (store, "own_copy"), (ledger_module, "_columns")), by_reference
+    ((order, "own_copy"), (store, "own_copy"), (sealed, "_columns")), by_reference
 )
 
 

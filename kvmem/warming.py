@@ -159,10 +159,13 @@ class _Rehearsal:
         key = tensor(config.num_kv_heads, config.head_dim)
         value = tensor(config.num_kv_heads, config.v_head_dim)
         query = tensor(2 * config.num_kv_heads, config.head_dim)
+        _ = step.block_table
         for layer in range(config.num_layers):
             step.write(layer, key, value)
             if attend:
                 step.attend(layer, query, return_lse=True)
+                each = torch.zeros(query.shape[1])  # a number a head is an array type of its own
+                step.attend(layer, query, alibi=each, sinks=each)
 
 
 #: What `warmup` goes through, in this order.

@@ -266,9 +266,7 @@ def decide_row(
         row.reason = NEVER
     elif budget == 0:
         row.reason = BUDGET
-    elif (
-        budget > 0 and row_hash != NO_HASH and may_hit(state, row_at) and has_hash(hashes, row_hash)
-    ):
+    elif budget > 0 and row_hash != NO_HASH and has_hash(hashes, row_hash):
         row.reason = ARRIVING
     else:
         row.reason = PLANNED

@@ -286,6 +286,8 @@ def test_ctrl_c_while_watching() -> None:
         [sys.executable, "-m", "kvmem.cli", "report", "--watch", "0.2", "--json"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # a job in the background has SIGINT ignored, and its children with it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         assert child.stdout is not None

@@ -205,7 +205,10 @@ class Bench(RuleBasedStateMachine):
         for seq in self.model.live:
             h = seq.handle
             found = (h.state, h.num_tokens, h.num_computed, h.num_drafts, h.num_cached)
-            expected = (seq.state, len(seq.tokens), seq.computed, seq.drafts, seq.cached)
+            cached = seq.cached
+            if not seq.queried:  # a forecast: what would be served now
+                cached = len(self.model.hits(seq, world)[0]) * self.model.block_size
+            expected = (seq.state, len(seq.tokens), seq.computed, seq.drafts, cached)
             assert found == expected, f"sequence {seq.id}: {found}, the model says {expected}"
             assert h.tokens.tolist() == seq.tokens
             if seq.step is None:

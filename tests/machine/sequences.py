@@ -53,8 +53,6 @@ class SequenceCalls(Bench):
         )
         keys = keys_of(tokens, extras)
         seq = ModelSequence(handle, namespace, tokens, keys, publish, limit, priority)
-        found, _ = self.model.hits(seq, self.model.world())
-        seq.cached = len(found) * size
         self.model.live.append(seq)
         return seq
 

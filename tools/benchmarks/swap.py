@@ -143,10 +143,9 @@ def bench_swap(repeats: int) -> list[Figure]:
         peers = [name for name in times.seconds if name not in ("out", "in")]
         for way in ("out", "in"):
             name = f"{way}, {total >> 20} MiB, blocks of {block_kib} KiB"
-            figures += [
-                figure("swap", name, "ms", 1e3, times.warm(way), peer, times.warm(peer))
-                for peer in peers
-            ]
+            for peer in peers:
+                made = figure("swap", name, "ms", 1e3, times.warm(way), peer, times.warm(peer))
+                figures.append(made.at_least(0.85) if peer == "memcpy" else made)
     return [*figures, submit_cost(repeats), *copy_on_write(repeats)]
 
 

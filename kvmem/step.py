@@ -45,6 +45,9 @@ class Step:
     the tokens for each of them. `left_out` lists (sequence, reason) for the others asked for:
     "idle" (nothing pending), "budget" (max_tokens used up), "room" (no device blocks now),
     "arriving" (an earlier row computes the block it needs next), "never" (longer than the tier).
+
+    Its tensors are used again by the second step planned after its end: clone what is to be kept
+    longer. Asking the old step for them raises RuntimeError from then on.
     """
 
     def __init__(

@@ -341,3 +341,45 @@ def test_an_equal_list_is_not_looked_up_again() -> None:
         assert runtime.records(list(seqs)) is kept
         d.free(seqs[0])
         assert len(runtime.records(seqs[1:])) == 39
+
+
+def test_an_old_step_does_not_show_the_arrays_of_another() -> None:
+    with Driver() as d:
+        seq = d.create(tokens_of(3))
+        first = d.step([seq])
+        assert first.positions.tolist() == [0, 1, 2]
+        d.manager.append([seq], [7])
+        second = d.step([seq])
+        assert first.positions.tolist() == [0, 1, 2], "the step before may still be read"
+        d.manager.append([seq], [8])
+        d.step([seq])
+        assert second.tokens.tolist() == [7]
+        for name in ("tokens", "last", "ready", "host", "block_table"):
+            with pytest.raises(RuntimeError, match="used again; clone"):
+                getattr(first, name)
+
+
+def test_a_table_is_read_inside_its_step() -> None:
+    with Driver() as d:
+        step = d.manager.step([d.create(tokens_of(5))])
+        step.cancel()
+        with pytest.raises(RuntimeError, match="inside it"):
+            _ = step.block_table
+
+
+def test_only_a_handle_stands_for_itself() -> None:
+    """The kept list is compared by identity: an object that equals everything is no handle."""
+
+    class Everything:
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = object.__hash__
+
+    with Driver() as d:
+        seq = d.create(tokens_of(3))
+        d.step([seq])
+        with pytest.raises(TypeError, match="Sequence"):
+            d.manager.append([Everything()], [1])  # type: ignore[list-item]
+        d.manager.append([seq], [1])
+        assert seq.num_tokens == 4

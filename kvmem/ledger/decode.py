@@ -74,8 +74,8 @@ def offer_decode(state: State, batch: Batch, rows: Rows, budget: int, reserve: i
     they hold nothing of worth. Nothing else is written. O(rows)."""
     block_size = state.node_keys.shape[1]
     num_rows = rows.shape[0]
-    if block_size == 1 or 0 <= budget < num_rows:
-        return False  # a block of one token may be a hit
+    if block_size == 1 or budget >= 0:
+        return False  # a block of one token may be a hit; with a budget, rows may wait for another
     new_blocks = 0
     longest = 0
     for i in range(num_rows):

@@ -132,7 +132,7 @@ def test_both_ways_leave_the_same(block: int, seed: int) -> None:
         pair = Pair(device=12, host=6, block=block)
         wander(pair, random.Random(seed + turn), 40)
         plain += pair.num_plain
-    assert (plain > 15) == (block > 1)  # blocks of one token always take the general way
+    assert (plain > 5) == (block > 1)  # blocks of one token always take the general way
 
 
 def test_what_a_decode_batch_is(play: Play) -> None:

@@ -125,9 +125,10 @@ class Sequence:
         raise TypeError("a Sequence cannot be pickled or copied; send its tokens")
 
     def __del__(self) -> None:
-        if getattr(self, "_record", 0):
-            self._runtime.live.pop(id(self), None)  # before another object can have this id
-        if getattr(self, "_record", 0) and not self._runtime.closed:
+        if not getattr(self, "_record", 0):
+            return
+        self._runtime.live.pop(id(self), None)  # before another object can have this id
+        if not self._runtime.closed:
             self._runtime.dropped.append(self._record)
             warnings.warn(
                 f"sequence {self._id} was dropped without Manager.free",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from .decide import PLANNED
-from .jit import compiled, prefetch
+from .jit import compiled
 from .publish import publish
 from .residency import leave_residency, settle
-from .sequence import end_sequence, entry, path_end, release_tail
+from .sequence import end_sequence, entry, release_tail
 from .state import GROUP, WAITING, Rows, State
-from .trie import hash_row, home, parent_hash
 
 
 @compiled
@@ -59,18 +58,6 @@ def commit_row(state: State, row_at: Rows, epoch: int) -> None:
 
 
 @compiled
-def foresee(state: State, s: int) -> None:
-    """Ask for the index entry of the block that a decode row fills, if it does: when all rows fill
-    one, the cache misses overlap. O(block_size)."""
-    sequence = state.sequences[s]
-    block_size = state.node_keys.shape[1]
-    if sequence.publish and (sequence.num_published + 1) * block_size == sequence.num_stored + 1:
-        start = int(sequence.keys_start + sequence.num_published * block_size)
-        row_hash = hash_row(state, parent_hash(state, path_end(state, s)), start)
-        prefetch(state.index, home(state, row_hash))
-
-
-@compiled
 def commit_decode(state: State, row_at: Rows) -> None:
     """`commit_row` of a row that decode.py planned: one token, into its block `tail`. O(1), or
     O(block_size) when that is full."""
@@ -85,9 +72,7 @@ def commit_decode(state: State, row_at: Rows) -> None:
     sequence.fresh = 0
     if (sequence.num_published + 1) * block_size <= stored:
         publish(state, int(row.sequence))
-    sequence.step = 0
-    if sequence.freed:
-        end_sequence(state, int(row.sequence))
+    leave_step(state, row_at)
 
 
 @compiled
@@ -129,9 +114,6 @@ def abort_row(state: State, row_at: Rows) -> None:
 def finish(state: State, rows: Rows, epoch: int, commit: bool) -> None:
     """End a step. Rows are put back in reverse, so that the LRU keeps its order. O(tokens)."""
     if commit:
-        for i in range(rows.shape[0]):
-            if rows[i].reason == PLANNED and rows[i].tail:
-                foresee(state, int(rows[i].sequence))
         for i in range(rows.shape[0]):
             if rows[i].reason != PLANNED:
                 continue

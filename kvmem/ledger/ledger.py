@@ -183,17 +183,33 @@ class Ledger(GrowingState):
 
     # --- steps ----------------------------------------------------------------------------------
 
-    def _ask(self, seqs: Ids, max_tokens: int | None) -> tuple[int, NDArray[np.int64]]:
-        """The budget as the compiled functions take it, and the scratch it needs."""
-        if max_tokens is None:
-            return -1, self._hashes[:1]
-        if max_tokens == 0:
-            return 0, self._hashes[:1]
-        known = int(self.state.sequences["num_tokens"][seqs].sum()) if len(seqs) else 0
-        size = 2 * (min(max_tokens, known) // self.block_size + 2 * len(seqs)) + 16
-        if size > len(self._hashes):
-            self._hashes = np.zeros(size, np.int64)
-        return max_tokens, self._hashes
+    def _decide(
+        self,
+        arrays: StepArrays,
+        seqs: Ids,
+        num_tokens: Ids | None,
+        max_tokens: int | None,
+        reserve: int,
+        *,
+        need_all: bool,
+        act: bool,
+    ) -> int:
+        """Ask for a step in these arrays and, with `act`, plan it; the code, never one to grow."""
+        budget = -1 if max_tokens is None else max_tokens
+        if budget > 0:
+            known = int(self.state.sequences["num_tokens"][seqs].sum()) if len(seqs) else 0
+            size = 2 * (min(budget, known) // self.block_size + 2 * len(seqs)) + 16
+            if size > len(self._hashes):
+                self._hashes = np.zeros(size, np.int64)
+        hashes = self._hashes if budget > 0 else self._hashes[:1]
+        arrays.ask(seqs, num_tokens)
+        while True:
+            code = ops_steps.plan_step(
+                self.addresses, arrays.addresses, len(seqs), num_tokens is not None, self._found,
+                budget, reserve, need_all, act, hashes, self._need,
+            )  # fmt: skip
+            if code == decide.OK or not self._retry(code):
+                return int(code)
 
     def _take_arrays(self) -> StepArrays:
         """Arrays for a step; never those of the step that ended last, which may still be read."""
@@ -212,21 +228,17 @@ class Ledger(GrowingState):
 
         The arrays are used again by the second step planned after this one has ended.
         """
-        budget, hashes = self._ask(seqs, max_tokens)
         arrays = self._take_arrays()
-        count, is_limited = len(seqs), num_tokens is not None
-        arrays.ask(seqs, num_tokens)
-        while code := ops_steps.plan_step(
-            self.addresses, arrays.addresses, count, is_limited, self._found, budget, reserve,
-            need_all, hashes, self._need,
-        ):  # fmt: skip
-            if not self._retry(code):
-                self._spare.appendleft(arrays)
-                raise refuse(self.state, code)
+        code = self._decide(
+            arrays, seqs, num_tokens, max_tokens, reserve, need_all=need_all, act=True
+        )
+        if code:
+            self._spare.appendleft(arrays)
+            raise refuse(self.state, code)
         report = arrays.whole.report.tolist()
         if not report[IS_FILLED]:
             arrays.make_longer(report[NUM_TOKENS])
-            ops_steps.fill_step(self.addresses, arrays.addresses, count)
+            ops_steps.fill_step(self.addresses, arrays.addresses, len(seqs))
             report = arrays.whole.report.tolist()
         arrays.take(report, self.state.frame_table)
         self.open_steps[arrays.epoch] = arrays
@@ -254,15 +266,9 @@ class Ledger(GrowingState):
         """ "yes", "later" or "never": what `plan_step` with all rows would do (R7)."""
         if reserve > int(self.state.pools["num_frames"][DEVICE]):
             return "never"
-        budget, hashes = self._ask(seqs, max_tokens)
-        asking = self._asking
-        asking.ask(seqs, num_tokens)
-        while code := ops_steps.would_plan(
-            self.addresses, asking.addresses, len(seqs), num_tokens is not None, self._found,
-            budget, reserve, True, hashes, self._need,
-        ):  # fmt: skip
-            if not self._retry(code):
-                break
+        code = self._decide(
+            self._asking, seqs, num_tokens, max_tokens, reserve, need_all=True, act=False
+        )
         if code == decide.IN_STEP:
             raise refuse(self.state, code)
         return {decide.OK: "yes", decide.TOO_LONG: "never"}.get(code, "later")

@@ -41,20 +41,22 @@ def plan_step(
     budget: int,
     reserve: int,
     need_all: bool,
+    act: bool,
     hashes: NDArray[np.int64],
     need: NDArray[np.int64],
 ) -> int:
-    """Plan a step and fill its arrays; `Batch.report` says how long they are. See decode.py and
-    decide.py. O(tokens looked up + blocks), O(rows) for a decode batch."""
+    """Decide a step and, with `act`, carry it out and fill its arrays; `Batch.report` says how long
+    they are. See decode.py and decide.py. O(tokens looked up + blocks), O(rows) for a decode batch.
+    """
     state, batch = opened(addresses), opened_batch(batch_addresses)
     rows = batch.rows[:num_rows]
-    if not is_limited and offer_decode(state, batch, rows, budget, reserve):
+    if act and not is_limited and offer_decode(state, batch, rows, budget, reserve):
         plan_decode(state, batch, rows)
         seal(state, batch.report)
         return OK
     ask(batch, rows, is_limited)
     code = decide(state, rows, found, budget, reserve, need_all, hashes, need)
-    if code != OK:
+    if code != OK or not act:
         clear_marks(state, rows, found)
         return code
     carry_out(state, rows, found)
@@ -68,28 +70,6 @@ def fill_step(addresses: Addresses, batch_addresses: Addresses, num_rows: int) -
     """Fill the arrays of a step just planned that were too short. O(tokens)."""
     batch = opened_batch(batch_addresses)
     fill_rows(opened(addresses), batch.rows[:num_rows], batch)
-
-
-@entry_point
-def would_plan(
-    addresses: Addresses,
-    batch_addresses: Addresses,
-    num_rows: int,
-    is_limited: bool,
-    found: Ids,
-    budget: int,
-    reserve: int,
-    need_all: bool,
-    hashes: NDArray[np.int64],
-    need: NDArray[np.int64],
-) -> int:
-    """What `plan_step` would answer, without a change (R7)."""
-    state, batch = opened(addresses), opened_batch(batch_addresses)
-    rows = batch.rows[:num_rows]
-    ask(batch, rows, is_limited)
-    code = decide(state, rows, found, budget, reserve, need_all, hashes, need)
-    clear_marks(state, rows, found)
-    return code
 
 
 @entry_point

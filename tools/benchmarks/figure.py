@@ -39,13 +39,27 @@ class Figure:
 
     def at_most(self, limit: float) -> Figure:
         """Ask for a median up to a limit, in the figure's unit."""
-        self.gate, self.holds = f"<= {limit:g} {self.unit}", self.median <= limit
-        return self
+        return self._gated(f"<= {limit:g} {self.unit}", self.median <= limit)
 
     def at_least(self, ratio: float) -> Figure:
         """Ask for a ratio."""
-        self.gate, self.holds = f">= {ratio:g}x", self.ratio >= ratio
+        return self._gated(f">= {ratio:g}x", self.ratio >= ratio)
+
+    def _gated(self, gate: str, holds: bool) -> Figure:
+        """One gate more; all have to hold."""
+        self.gate = f"{self.gate}, {gate}" if self.gate else gate
+        self.holds = holds and self.holds is not False
         return self
+
+
+def timed(run: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each run."""
+    seconds = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - begin)
+    return seconds
 
 
 def alternate(
@@ -55,9 +69,7 @@ def alternate(
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats):
         for side, run in enumerate(sides):
-            begin = time.perf_counter()
-            run()
-            seconds[side].append(time.perf_counter() - begin)
+            seconds[side].extend(timed(run, 1))
     return seconds
 
 

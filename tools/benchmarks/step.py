@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 import kvmem
-from benchmarks.figure import Figure, alternate, figure
+from benchmarks.figure import Figure, figure, timed
 from benchmarks.plain import PlainBlocks
 
 BLOCK = 16
@@ -62,20 +62,15 @@ def bench_step(repeats: int) -> list[Figure]:
             work.run()
         # One step of the peer reads megabytes, so it runs apart: in turns, its cache misses would
         # be counted to us.
-        ours = alternate((work.run, _nothing), repeats)[0]
-        other = alternate((work.run_plain, _nothing), max(5, repeats // 20))[0]
+        ours = timed(work.run, repeats)
+        other = timed(work.run_plain, max(5, repeats // 20))
         name = f"{ROWS} sequences of {context} tokens, the same list"
         figures.append(figure("step", name, "us", 1e6, ours, PLAIN, other))
         if context == 4096:
-            figures[-1].at_most(30)
-            figures.append(figure("step", name, "us", 1e6, ours, PLAIN, other).at_least(10))
+            figures[-1].at_most(30).at_least(10)
             figures.append(_changing(work, repeats, other))
         work.close()
     return [*figures, _filling(repeats)]
-
-
-def _nothing() -> None:
-    pass
 
 
 def _changing(work: Decoding, repeats: int, other: list[float]) -> Figure:
@@ -89,7 +84,7 @@ def _changing(work: Decoding, repeats: int, other: list[float]) -> Figure:
         work.sampled = np.zeros(len(work.seqs), np.int32)
         work.run()
 
-    ours = alternate((run, _nothing), repeats)[0]
+    ours = timed(run, repeats)
     work.seqs, work.sampled = everyone, np.zeros(ROWS, np.int32)
     name = f"{ROWS - 1} of {ROWS} sequences of 4096, another list each step"
     return figure("step", name, "us", 1e6, ours, PLAIN, other).at_most(100)
@@ -106,7 +101,7 @@ def _filling(repeats: int) -> Figure:
             work.run()
             work.run_plain()
         for run, times in ((work.run, ours), (work.run_plain, other)):
-            times += alternate((run, _nothing), 1)[0]
+            times += timed(run, 1)
     work.close()
     name = f"{ROWS} sequences of 4096, all fill a block"
     return figure("step", name, "us", 1e6, ours, PLAIN, other).at_most(150)

@@ -7,35 +7,19 @@ one process without compilation drives them all. Unpatched, the same seeds pass,
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults.driver import Setup, drive
+from tests.faults.plant import printed_by
 from tests.faults.seeded import FAULTS
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
 def lines() -> list[dict[str, Any]]:
     """What the process that drives all faults printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.run"],
-        cwd=ROOT,
-        env={**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return printed_by("tests.faults.run")
 
 
 def test_there_are_enough_faults() -> None:

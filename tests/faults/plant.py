@@ -7,16 +7,22 @@ reached has proved nothing.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tests.faults.driver import Setup
 
 Function = Callable[..., Any]
 Patch = Callable[[Function, Callable[[], None]], Function]
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TIGHT = Setup(device_blocks=6, host_blocks=4)
 WIDE_BLOCKS = Setup(device_blocks=5, host_blocks=8, block_size=4)
@@ -78,3 +84,19 @@ def replaced(target: str, make: Callable[[Function], Function]) -> Iterator[None
 def weak(hash_row: Function) -> Function:
     """Two bits of the row hash: nearly all rows collide."""
     return lambda *a: hash_row(*a) & 0xC0000000
+
+
+def printed_by(module: str) -> list[dict[str, Any]]:
+    """The JSON lines of a module that plants mistakes, run as plain Python in a process of its
+    own: patches do not reach compiled code."""
+    done = subprocess.run(
+        [sys.executable, "-m", module],
+        cwd=ROOT,
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]

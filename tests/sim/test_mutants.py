@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.faults.plant import printed_by
 from tests.sim import mutants_ledger
 from tests.sim.mutants import MUTANTS
 
 assert mutants_ledger  # registers its own
-ROOT = Path(__file__).resolve().parents[2]
 SEEDS: dict[str, list[int]] = json.loads(Path(__file__).with_name("mutant_seeds.json").read_text())
 SURVIVORS = {name for name, one in MUTANTS.items() if one.survives}
 
@@ -23,17 +20,7 @@ SURVIVORS = {name for name, one in MUTANTS.items() if one.survives}
 @pytest.fixture(scope="module")
 def lines() -> list[dict[str, Any]]:
     """What the process that plants all mistakes printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.sim.mutate"],
-        cwd=ROOT,
-        env={**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return printed_by("tests.sim.mutate")
 
 
 def test_there_are_enough_and_each_has_seeds_or_a_reason() -> None:

@@ -7,6 +7,7 @@ at its first use, so that ``import kvmem`` compiles nothing and costs little.
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING
 
 import cuda_kernels
@@ -99,6 +100,8 @@ _HOME = {
 }
 
 _MODULES = ("ops", "report")
+
+logging.getLogger("kvmem").addHandler(logging.NullHandler())  # else warnings go to stderr
 
 if getattr(cuda_kernels, "PROJECT", None) != "kvmem":
     # Another distribution installs a package of this name: running with its kernels would be worse.

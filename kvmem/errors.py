@@ -88,7 +88,15 @@ class TierError(KVMemError, OSError):
 
 
 class TransferError(KVMemError, RuntimeError):
-    """A transfer failed or was cancelled."""
+    """A copy between the tiers failed. The Manager stays usable, unless its device failed with it.
+
+    ``lost``: (sequence id, first token) of each sequence whose K/V is lost from that token on. Its
+    tokens are pending again: step it, and it computes them once more.
+    """
+
+    def __init__(self, message: str = "", *, lost: tuple[tuple[int, int], ...] = ()) -> None:
+        super().__init__(message)
+        self.lost = lost
 
 
 class FormatError(KVMemError, ValueError):

@@ -53,6 +53,8 @@ def stats(runtime: Runtime) -> Stats:
         blocks_dropped=led["dropped"],
         cached_nodes=led["num_nodes"],
         bytes_out_done=counted["out_bytes"],
+        blocks_out_failed=runtime.ledger.failed_blocks[HOST],
+        blocks_in_failed=runtime.ledger.failed_blocks[DEVICE],
         bytes_in_done=counted["in_bytes"],
     )
 

@@ -99,7 +99,8 @@ class Manager:
 
         Host bookkeeping only, never OutOfBlocks. Draft tokens are computed but not published until
         `accept`; plain tokens may not follow unaccepted drafts. Raises UnknownSequence, TypeError,
-        ValueError. O(tokens).
+        ValueError; TransferError when the last step of one ran over K/V that a failed copy took, so
+        that what it sampled is void (`lost` names them; drop their tokens). O(tokens).
         """
         draft = boolean("draft", draft)
         array = token_array("tokens", tokens, check_values=False)
@@ -107,6 +108,7 @@ class Manager:
         runtime.begin()
         try:
             records = runtime.records(seqs)
+            runtime.losses.check_samples(records)
             each, total = None, len(records)
             if counts is not None:
                 each = count_array("counts", counts, len(records), "sequence")
@@ -326,10 +328,17 @@ class Manager:
             self._runtime.events.add("evict", (), len(plan.out_device))
             return done
 
-    def poll(self) -> None:
-        """Note which transfers have ended. Never waits; each `step` does it too."""
+    def poll(self) -> list[Sequence]:
+        """Note which transfers have ended; each `step` does it too. Never waits.
+
+        Returns the sequences whose K/V was taken by a copy that failed since the last call, mostly
+        none: `Sequence.lost_from` tells from which token on it is pending again.
+        """
         with self._runtime.entered():
-            self._runtime.poll()
+            runtime = self._runtime
+            runtime.poll()
+            lost = set(runtime.losses.take())
+            return [seq for seq in runtime.handles.values() if seq.id in lost] if lost else []
 
     # --- the prefix cache -----------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ class Plan:
     out_device: Ids = field(default_factory=_none)  # device frame -> host frame
     out_host: Ids = field(default_factory=_none)
     out_tokens: Ids = field(default_factory=_none)  # filled slots of each block
+    out_generation: Ids = field(default_factory=_none)  # of the host frames: which use of them
     fill_frames: Ids = field(default_factory=_none)  # device frames to poison (debug), on the out
     # stream after the copies of this plan
     out_after_step: int = 0  # the last step that wrote what is copied
@@ -49,6 +50,7 @@ class Plan:
     in_host: Ids = field(default_factory=_none)  # host frame -> device frame
     in_device: Ids = field(default_factory=_none)
     in_tokens: Ids = field(default_factory=_none)
+    in_generation: Ids = field(default_factory=_none)  # of the host frames: the use that wrote them
     in_after_step: int = 0  # the last step that used the device frames now written
     in_after_out: int = 0  # the last out transfer that uses either frame
 

@@ -6,6 +6,7 @@ submitted under the same lock hold that made it, so the store sees plans in the 
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import deque
@@ -22,7 +23,9 @@ from kvmem.fork import ForkGuard
 from kvmem.ledger import Ledger, Refusal
 from kvmem.ledger import decide as codes
 from kvmem.ledger.state import DEVICE, HOST
+from kvmem.recovery import Losses
 from kvmem.sequence import Sequence
+from kvmem.store.device import Stream
 from kvmem.store.store import Store
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 Ids = NDArray[np.int32]
 TIERS = ("device", "host")
+LOG = logging.getLogger("kvmem")
 
 
 class Runtime:
@@ -46,6 +50,8 @@ class Runtime:
             write_back=config.tier_policy == "write_back",
             record_fills=config.debug or (config.sim is not None and config.sim.poison),
         )
+        self.failed = self.store.failed  # copies that failed and were not recovered from yet
+        self.losses = Losses(self.ledger)
         self.extras = ExtraKeys()
         self.events = EventLog()
         self.live: dict[int, int] = {}  # id() of each live handle -> its record
@@ -70,14 +76,22 @@ class Runtime:
 
     def begin(self) -> None:
         """What each entry point does first: guards, the lock (the caller releases it), handles that
-        were dropped, a device that failed."""
+        were dropped, copies that failed, a device that did."""
         if self.closed or self.fork.in_child:  # it must not wait for a lock its parent held
             self.check_open()
         self.lock.acquire()
-        if self.closed or self.abandoned or self.dropped or self.unpinned or self.store.error:
+        if (
+            self.closed
+            or self.abandoned
+            or self.dropped
+            or self.unpinned
+            or self.failed
+            or self.store.error
+        ):
             try:
                 self.check_open()
                 self.store.check_usable()
+                self.recover()
                 self._sweep()
             except BaseException:
                 self.lock.release()
@@ -98,9 +112,27 @@ class Runtime:
         while self.unpinned:
             self.submit(self.ledger.change_pins(self.unpinned.popleft(), -1))
 
+    def recover(self) -> None:
+        """Let go of what failed copies took. The device lists a failure before the transfer counts
+        as done, so nothing is built on it afterwards (R5)."""
+        while self.failed:
+            ticket = self.failed.pop(0)
+            tier = HOST if ticket.stream is Stream.OUT else DEVICE
+            losses, plan = self.ledger.fail(tier, ticket.transfer_id)
+            ids = self.losses.add(tier, ticket.transfer_id, ticket.error, losses)
+            LOG.warning(
+                "a copy to the %s tier failed (%s); sequences that lost K/V: %s",
+                TIERS[tier], type(ticket.error).__name__, list(ids),
+            )  # fmt: skip
+            self.events.add("lost", ids)
+            self.submit(plan)
+
     def poll(self) -> None:
         """Note which transfers are done, so that later plans don't wait for them. Never waits."""
-        self.ledger.retire(*self.store.retired())
+        done = self.store.retired()
+        if self.failed:
+            self.recover()
+        self.ledger.retire(*done)
 
     # --- handles --------------------------------------------------------------------------------
 

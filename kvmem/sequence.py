@@ -71,6 +71,15 @@ class Sequence:
         return self._field("num_swaps")
 
     @property
+    def lost_from(self) -> int | None:
+        """The first token whose K/V a failed copy took, None when nothing is lost or a later step
+        was planned. Its tokens from there on are pending again."""
+        self._runtime.check_open()
+        with self._runtime.lock:
+            self._live()
+            return self._runtime.losses.first_token(self._id)
+
+    @property
     def priority(self) -> int:
         """Higher is kept longer by `make_room`."""
         return self._field("priority")

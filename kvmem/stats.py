@@ -47,6 +47,8 @@ class Stats:
     evicted_host: int
     blocks_dropped: int  # cached blocks that left their last tier
     cached_nodes: int  # blocks the trie can serve, in either tier
+    blocks_out_failed: int  # of blocks_out: in transfers whose copy failed, moved or not
+    blocks_in_failed: int
     bytes_out_done: int  # counted at the device interface when a copy has ended
     bytes_in_done: int
 

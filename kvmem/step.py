@@ -5,7 +5,8 @@
         out = step.attend(layer, q)       # attention of each token over its sequence so far
                                           # leaving: tokens count as computed, full blocks published
 
-An exception in the body restores tokens, tables, counts and trie as they were (R8).
+An exception in the body restores tokens, tables, counts and trie as they were (R8). So does a copy
+in that failed: entering or leaving raises TransferError, and its rows have more to compute.
 """
 
 from __future__ import annotations
@@ -227,11 +228,19 @@ class Step:
         if self._entered:
             raise RuntimeError("this step is open already; leave its `with` block first")
         self._entered = True
+        runtime = self._runtime
         try:
-            self._runtime.store.begin(self._plan)  # waits here, under no lock (R6)
+            runtime.store.begin(self._plan)  # waits here, under no lock (R6)
         except BaseException:
             self._end(commit=False)
             raise
+        if runtime.failed or runtime.ledger.spoiled:
+            with runtime.lock:
+                runtime.recover()
+                spoiled = self._epoch in runtime.ledger.spoiled
+            if spoiled:
+                self._end(commit=False)
+                raise runtime.losses.step_error(self._ids)
         return self
 
     def __exit__(
@@ -243,9 +252,12 @@ class Step:
         if self._ended:
             return
         missing = self._missing_layers() if kind is None else []
-        self._end(commit=kind is None and not missing)
+        spoiled = self._end(commit=kind is None and not missing)
         if kind is None and not self._runtime.closed:
             self._runtime.store.check_usable()  # a device that failed in the body: R8
+        if spoiled and (kind is None or issubclass(kind, Exception)):
+            # what the body raised over wrong bytes (NaN, say) is a consequence
+            raise self._runtime.losses.step_error(self._ids) from error
         if missing:
             raise RuntimeError(
                 f"the step wrote no K/V for layers {missing[:8]}; call step.write for each of the "
@@ -262,23 +274,28 @@ class Step:
         """True after the `with` block, or after `cancel`."""
         return self._ended
 
-    def _end(self, *, commit: bool) -> None:
+    def _end(self, *, commit: bool) -> bool:
+        """End the step; True when a copy it needed failed, so that nothing of it counts."""
         runtime, epoch = self._runtime, self._epoch
         if runtime.fork.in_child:  # the step is the parent's
             self._ended = True
-            return
+            return False
         with runtime.lock:
             self._ended = True
             if runtime.closed:
-                return
+                return False
             failed = runtime.store.error is not None
             runtime.store.end(epoch)
-            plan = runtime.ledger.end_step(epoch, commit=commit and not failed)
+            if not failed and (runtime.failed or self._plan.step_after_in):
+                runtime.poll()  # what is published now has arrived, as far as can be told (R5)
+            spoiled = epoch in runtime.ledger.spoiled
+            commit = commit and not failed and not spoiled
+            plan = runtime.ledger.end_step(epoch, commit=commit)
             if not failed:
                 runtime.submit(plan)
-            kind = "step" if commit and not failed else "abort"
             blocks = len(self._plan.out_device), len(self._plan.in_device)
-            runtime.events.add(kind, self._ids, *blocks)
+            runtime.events.add("step" if commit else "abort", self._ids, *blocks)
+            return spoiled
 
     def _missing_layers(self) -> list[int]:
         if self._written is None or not (self._arrays.slot_mapping >= 0).any():

@@ -18,7 +18,7 @@ from kvmem.checks import choice
 from kvmem.errors import OutOfBlocks, TierError
 from kvmem.ledger import Refusal
 from kvmem.ledger import decide as codes
-from kvmem.ledger.state import RESIDENT, SWAPPED
+from kvmem.ledger.state import DEVICE, HOST, RESIDENT, SWAPPED
 
 if TYPE_CHECKING:
     from kvmem.plan import Plan
@@ -36,12 +36,13 @@ class Transfer:
         self._runtime = runtime
         self._out = plan.out_id if plan else 0
         self._in = plan.in_id if plan else 0
+        self._parts = [(HOST, self._out), (DEVICE, self._in)]  # (tier, id), joined ones too
         self.num_blocks = len(plan.out_device) + len(plan.in_device) if plan else 0
 
     @property
     def done(self) -> bool:
-        """True when all copies have ended. Never waits. Raises ManagerClosed after close(),
-        DeviceUnavailable when the device failed."""
+        """True when all copies have ended, failed ones too. Never waits. Raises ManagerClosed after
+        close(), DeviceUnavailable when the device failed."""
         self._runtime.check_open()
         self._runtime.store.check_usable()
         out, into = self._runtime.store.retired()
@@ -51,7 +52,8 @@ class Transfer:
         """Wait on the host until the copies have ended.
 
         Raises TimeoutError after `timeout` seconds (the copies go on), ValueError for a negative or
-        NaN timeout, TransferError when a copy failed, ManagerClosed after close().
+        NaN timeout, TransferError when a copy failed (`lost` tells whose K/V), ManagerClosed after
+        close().
         """
         if timeout is not None:
             if isinstance(timeout, bool) or not isinstance(timeout, int | float):
@@ -68,6 +70,8 @@ class Transfer:
                     f"the transfer is not done after {elapsed:.3f} s (timeout={timeout}); it goes "
                     f"on, wait again"
                 )
+        with self._runtime.entered():
+            self._runtime.losses.check_transfers(self._parts)
 
     def __repr__(self) -> str:
         runtime = self._runtime
@@ -204,5 +208,6 @@ def _joined(one: Transfer, other: Transfer) -> Transfer:
     """A transfer that ends with both: ids of one direction end in order."""
     one._out = max(one._out, other._out)
     one._in = max(one._in, other._in)
+    one._parts += other._parts
     one.num_blocks += other.num_blocks
     return one

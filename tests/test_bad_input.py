@@ -21,6 +21,7 @@ import torch
 
 import kvmem
 from kvmem import KVMemError
+from kvmem.store.device import Stream
 from tests.bad_input import calls_on_sequences, calls_on_steps
 from tests.bad_input.world import SECRET, SECRET_NAME, Bad, World
 from tests.driver import Driver, assert_same, state_of
@@ -137,11 +138,10 @@ def test_a_failed_device_says_so_from_then_on(seed: int) -> None:
     d = Driver()
     seq, idle = d.create(list(range(6))), d.create([1])
     d.step([seq])
-    d.store.device.hook = lambda *_: 1 / 0
-    transfer = d.manager.swap_out([seq])
-    with pytest.raises(kvmem.TransferError) as caught:
-        transfer.wait(30)
-    check_message(caught.value, "ZeroDivisionError")
+    d.store.device.launch(Stream.OUT, lambda: 1 / 0)
+    with pytest.raises((kvmem.TransferError, kvmem.DeviceUnavailable)) as caught:
+        d.manager.swap_out([seq]).wait(30)
+    check_message(caught.value, "division by zero")
     for call in (
         lambda: d.manager.step([idle]),
         lambda: d.manager.swap_in([seq]),
@@ -160,10 +160,9 @@ def test_a_device_that_fails_in_the_body_of_a_step() -> None:
     d.step([seq])
     with pytest.raises(kvmem.DeviceUnavailable), d.manager.step([idle]) as step:
         d.run(step)
-        d.store.device.hook = lambda *_: 1 / 0
-        transfer = d.manager.swap_out([seq])
-        with pytest.raises(kvmem.TransferError):
-            transfer.wait(30)
+        d.store.device.launch(Stream.OUT, lambda: 1 / 0)
+        with pytest.raises((kvmem.TransferError, kvmem.DeviceUnavailable)):
+            d.manager.swap_out([seq]).wait(30)
     assert idle.num_computed == 0  # the step that could not end counts nothing
     with pytest.raises(kvmem.DeviceUnavailable):
         d.manager.poll()

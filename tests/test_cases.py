@@ -314,10 +314,15 @@ def test_case_35_counters_are_exact_and_failed_copies_are_not_done() -> None:
     assert (stats.bytes_out, stats.bytes_in) == (10 * frame, 5 * frame)
     assert (stats.bytes_out_done, stats.bytes_in_done) == (10 * frame, 5 * frame)
     d.store.device.hook = lambda *_: 1 / 0
-    # whoever asks first hears of it: the call itself, where the copy runs before it returns
-    with pytest.raises((kvmem.TransferError, kvmem.DeviceUnavailable)):
+    with pytest.raises(kvmem.TransferError, match="ZeroDivisionError") as caught:
         d.manager.swap_in([tail]).wait(30)
+    assert caught.value.lost == ((tail.id, 0),)
     assert d.store.counters()["in_blocks"] == 5
+    stats = d.manager.stats()
+    assert (stats.blocks_in, stats.blocks_in_failed, stats.blocks_out_failed) == (7, 2, 0)
+    d.store.device.hook = None
+    d.step([tail])
+    d.drain()
     d.manager.close()
 
 

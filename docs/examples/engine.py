@@ -100,15 +100,29 @@ class Engine:
         # Decoding rows first, so that the chunks of long prompts get what they leave.
         rows = sorted(self.running, key=lambda request: request.num_pending > 1)
         sequences = [request.sequence for request in rows]
-        with self.manager.step(sequences, max_tokens=self.max_tokens, fit="some") as step:
-            if step.num_tokens:
-                sampled = self.model(step).argmax(dim=-1)
+        try:
+            with self.manager.step(sequences, max_tokens=self.max_tokens, fit="some") as step:
+                if step.num_tokens:
+                    sampled = self.model(step).argmax(dim=-1)
+        except kvmem.TransferError:  # a copy failed: whose K/V it took computes that again
+            return []
         if not step.num_tokens:
             self._relieve()
             return []
         self.turn += 1
-        self.manager.append(step.ready, sampled)
-        return self._deliver(step.ready, sampled.tolist())
+        return self._deliver(*self._append(step.ready, sampled.tolist()))
+
+    def _append(
+        self, ready: Sequence[kvmem.Sequence], tokens: Sequence[int]
+    ) -> tuple[list[kvmem.Sequence], list[int]]:
+        """Append what was sampled, but for those whose step turns out to have read lost K/V."""
+        try:
+            self.manager.append(list(ready), list(tokens))
+        except kvmem.TransferError as error:
+            lost = {number for number, _ in error.lost}
+            kept = [row for row, sequence in enumerate(ready) if sequence.id not in lost]
+            return self._append([ready[row] for row in kept], [tokens[row] for row in kept])
+        return list(ready), list(tokens)
 
     def _admit(self) -> None:
         """Bring in those who wait while there is room; when a turn is over, make some."""

@@ -119,6 +119,9 @@ def copy_on_write(state: State, row_at: Rows) -> None:
     state.frame_table[at] = state.blocks[b].device_frame
     sequence.table_changed = ledger.clock
     i = ledger.num_copies
+    source = state.frames[device_at(state, state.blocks[row.copy_source].device_frame)]
+    target = state.frames[device_at(state, state.blocks[b].device_frame)]
+    target.fence_in = max(target.fence_in, source.fence_in)  # its content came by that copy too
     state.copy_list[i, 0] = state.blocks[row.copy_source].device_frame
     state.copy_list[i, 1] = state.blocks[b].device_frame
     state.copy_list[i, 2] = state.blocks[b].num_tokens

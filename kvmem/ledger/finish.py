@@ -6,8 +6,8 @@ from .decide import PLANNED
 from .jit import compiled
 from .publish import publish
 from .residency import leave_residency, settle
-from .sequence import end_sequence, entry, release_tail
-from .state import GROUP, WAITING, Rows, State
+from .sequence import cut_lost, end_sequence, entry, release_tail
+from .state import FREED, GROUP, LOST, WAITING, Rows, State
 
 
 @compiled
@@ -31,11 +31,15 @@ def fill_counts(state: State, s: int, first: int, end: int) -> None:
 
 @compiled
 def leave_step(state: State, row_at: Rows) -> None:
-    """Let a sequence out of its step; one freed inside it goes now. O(1), or O(blocks)."""
+    """Let a sequence out of its step. One freed inside it goes now; one whose blocks a failed copy
+    took is cut now. O(1), or O(blocks)."""
     sequence = state.sequences[row_at[0].sequence]
     sequence.step = 0
-    if sequence.freed:
+    if sequence.at_end & FREED:
         end_sequence(state, int(row_at[0].sequence))
+    elif sequence.at_end & LOST:
+        sequence.at_end = 0
+        cut_lost(state, int(row_at[0].sequence))
 
 
 @compiled

@@ -16,11 +16,14 @@ from numpy.typing import NDArray
 from kvmem.plan import Plan
 
 from . import decide, ops_sequences, ops_steps, ops_tiers
+from .flights import Flights
 from .growth import GrowingState, span_capacity
+from .losses import Loss, let_go
 from .raising import Refusal, refuse
 from .sealed import plan_of
 from .state import (
     DEVICE,
+    FREED,
     GROUP,
     NO_SEQUENCE,
     RESIDENT,
@@ -63,6 +66,9 @@ class Ledger(GrowingState):
         )
         super().__init__(state)
         self.open_steps: dict[int, StepArrays] = {}  # by epoch
+        self.spoiled: set[int] = set()  # open steps over blocks that a failed copy took
+        self.failed_blocks = [0, 0]  # blocks of transfers that failed, by the tier they went to
+        self._flights = Flights()
         self._spare: deque[StepArrays] = deque()  # of ended steps, the longest ended first
         self._asking = StepArrays()  # of questions that plan nothing
         self._hashes = np.zeros(16, np.int64)
@@ -242,18 +248,21 @@ class Ledger(GrowingState):
             report = arrays.whole.report.tolist()
         arrays.take(report, self.state.frame_table)
         self.open_steps[arrays.epoch] = arrays
-        plan = plan_of(self.state, report) if report[HAS_PLAN] else arrays.plan
+        plan = self._sealed(report, arrays.epoch - 1) if report[HAS_PLAN] else arrays.plan
         plan.step_epoch = arrays.epoch
         return plan, arrays
 
     def end_step(self, epoch: int, *, commit: bool) -> Plan:
-        """End an open step: count and publish, or put everything back."""
+        """End an open step: count and publish, or put everything back (a spoiled one always)."""
         arrays = self.open_steps.pop(epoch)
+        if self.spoiled and epoch in self.spoiled:
+            self.spoiled.discard(epoch)
+            commit = False
         has_plan = ops_steps.end_step(
             self.addresses, arrays.addresses, len(arrays.rows), epoch, commit
         )
         self._spare.append(arrays)
-        return plan_of(self.state, arrays.whole.report.tolist()) if has_plan else _NO_PLAN
+        return self._sealed(arrays.whole.report.tolist(), epoch) if has_plan else _NO_PLAN
 
     def fits(
         self,
@@ -344,7 +353,13 @@ class Ledger(GrowingState):
         """The plan of the call just made; its ids are issued, its lists emptied."""
         if not ops_steps.seal_plan(self.addresses, self._report):
             return _NO_PLAN
-        return plan_of(self.state, self._report.tolist())
+        return self._sealed(self._report.tolist(), int(self.state.ledger["epoch"][0]))
+
+    def _sealed(self, report: list[int], epoch: int) -> Plan:
+        """The plan that was sealed; `epoch` is the last step planned before it."""
+        plan = plan_of(self.state, report)
+        self._flights.add(self.state, plan, epoch)
+        return plan
 
     def retire(self, out_id: int, in_id: int) -> None:
         """Note that transfers up to these ids are done."""
@@ -352,6 +367,18 @@ class Ledger(GrowingState):
             self._retired = (out_id, in_id)
             self.state.ledger["retired_out"][0] = out_id
             self.state.ledger["retired_in"][0] = in_id
+
+    # --- failures -------------------------------------------------------------------------------
+
+    def fail(self, tier: int, transfer_id: int) -> tuple[list[Loss], Plan]:
+        """Let go of what a failed transfer to a tier took: the sequences that lost K/V, cut to what
+        they still have (those in an open step, which is spoiled, when it ends). Before `retire`
+        learns of the transfer. O(transfers in flight), O(table entries + nodes) for a loss."""
+        failure = self._flights.failed(self.state, tier, transfer_id)
+        self.failed_blocks[tier] += failure.num_blocks
+        losses, spoiled = let_go(self.state, self.addresses, failure)
+        self.spoiled |= spoiled
+        return losses, self.seal()
 
     # --- checks ---------------------------------------------------------------------------------
 
@@ -378,7 +405,7 @@ class Ledger(GrowingState):
     def is_live(self, s: int) -> bool:
         """True when the record holds a sequence that was not freed."""
         q = self.state.sequences[s]
-        return bool(q["state"] != NO_SEQUENCE and not q["freed"])
+        return bool(q["state"] != NO_SEQUENCE and not q["at_end"] & FREED)
 
 
 _NO_IDS = np.zeros(0, np.int32)  # writable: a read-only array is a type of its own to Numba

@@ -16,7 +16,7 @@ from .publish import publish
 from .residency import settle_lists
 from .sequence import any_in_step, cut, end_sequence
 from .spans import ensure_table, ensure_tokens, span_capacity, take_tokens_span
-from .state import GROUP, RESIDENT, WAITING, State, opened
+from .state import FREED, GROUP, RESIDENT, WAITING, State, opened
 
 Ids = NDArray[np.int32]
 
@@ -50,7 +50,9 @@ def create(
     sequence.max_cached = max_cached
     sequence.publish = 1 if publish_blocks else 0
     sequence.step = sequence.last_step = sequence.fence_in = 0
-    sequence.fresh = sequence.freed = 0
+    sequence.fresh = sequence.at_end = 0
+    sequence.lost = 0
+    sequence.left_in = 0
     sequence.table_changed = ledger.clock
     sequence.tokens_capacity = 0
     sequence.tokens_start = sequence.keys_start = 0
@@ -219,6 +221,6 @@ def free(addresses: Addresses, seqs: Ids) -> None:
     for i in range(seqs.shape[0]):
         sequence = state.sequences[seqs[i]]
         if sequence.step:
-            sequence.freed = 1
+            sequence.at_end |= FREED
         else:
             end_sequence(state, int(seqs[i]))

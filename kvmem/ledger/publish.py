@@ -15,10 +15,14 @@ from .trie import find_child, hash_row, insert_node, parent_hash
 
 @compiled
 def can_merge(state: State, b: int) -> bool:
-    """True when nobody else relies on duplicate `b`. Else another table would go on with `b` while
-    its later blocks hang on `published`, which could then leave before its child (R4). O(1)."""
+    """True when nobody else relies on duplicate `b`, and it has arrived. Else another table would
+    go on with `b` while its later blocks hang on `published`, which could then leave before its
+    child (R4); or what was computed over a copy in that fails would hang on it (R5). O(1)."""
     block = state.blocks[b]
-    return bool(block.ref_count == 1 and block.num_pins == 0)
+    arrived = state.frames[device_at(state, block.device_frame)].fence_in
+    return bool(
+        block.ref_count == 1 and block.num_pins == 0 and arrived <= state.ledger[0].retired_in
+    )
 
 
 @compiled
@@ -84,5 +88,7 @@ def publish(state: State, s: int) -> None:
             merge(state, s, i, published)
         else:
             state.blocks[b].node = insert_node(state, parent, row_hash, start, b)
+            frame = state.frames[device_at(state, state.blocks[b].device_frame)]
+            frame.last_use = max(frame.last_use, sequence.last_step)  # who merges has not waited
             ledger.published += 1
         sequence.num_published += 1

@@ -17,7 +17,7 @@ import numpy as np
 from . import lru
 from .free_list import give_free, take_free
 from .jit import compiled
-from .state import BUSY, DEVICE, HOST, IN_DEVICE_LRU, IN_HOST_LRU, State
+from .state import BUSY, DEVICE, HOST, IN_DEVICE_LRU, IN_HOST_LRU, UNSAVED, State
 from .trie import remove_node
 
 
@@ -153,6 +153,8 @@ def plan_copy_out(state: State, b: int) -> None:
     state.out_list[i, 0] = block.device_frame
     state.out_list[i, 1] = block.host_frame
     state.out_list[i, 2] = block.num_tokens
+    state.out_list[i, 3] = target.generation
+    block.bits &= ~UNSAVED
     ledger.num_out += 1
     ledger.blocks_out += 1
     ledger.out_opened = 1
@@ -172,7 +174,7 @@ def cancel_copy_out(state: State, h: int) -> None:
     for i in range(ledger.num_out - 1, -1, -1):
         if state.out_list[i, 1] == h:
             for j in range(i, ledger.num_out - 1):  # keeps the order of the others
-                for k in range(3):
+                for k in range(4):
                     state.out_list[j, k] = state.out_list[j + 1, k]
             ledger.num_out -= 1
             ledger.blocks_out -= 1
@@ -239,8 +241,9 @@ def evict_device(state: State) -> int:
 
     A clean block only loses the frame. A dirty one is cached content (a SWAPPED owner's is clean
     since `swap_out`): it is copied to the host tier, when a frame can be had there, under
-    write_back, and under every policy when the host tier still caches its children (R4); else it
-    is dropped. Its device frame is departing and handed on at once (design section 2).
+    write_back, and under every policy when the host tier still caches its children (R4) or its
+    first copy out failed (UNSAVED); else it is dropped. Its device frame is departing and handed on
+    at once (design section 2).
     """
     ledger = state.ledger[0]
     f = int(state.pools[DEVICE].oldest)
@@ -251,7 +254,7 @@ def evict_device(state: State) -> int:
         if state.blocks[b].bits & IN_HOST_LRU:  # as fresh as its device copy was
             lru.remove(state, HOST, state.blocks[b].host_frame)
             lru.append_newest(state, HOST, state.blocks[b].host_frame)
-    elif ledger.write_back or has_children(state, b):
+    elif ledger.write_back or has_children(state, b) or state.blocks[b].bits & UNSAVED:
         save_to_host(state, b)
     clean = is_clean(state, b)
     vacate_device(state, b)
@@ -291,6 +294,7 @@ def plan_copy_in(state: State, b: int) -> None:
     state.in_list[i, 0] = block.host_frame
     state.in_list[i, 1] = block.device_frame
     state.in_list[i, 2] = block.num_tokens
+    state.in_list[i, 3] = source.generation
     ledger.num_in += 1
     ledger.blocks_in += 1
     ledger.in_after_step = max(ledger.in_after_step, target.last_use)

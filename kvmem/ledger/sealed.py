@@ -22,17 +22,18 @@ def plan_of(state: State, report: list[int]) -> Plan:
     if out_id:
         plan.out_id = out_id
         plan.out_after_step, plan.out_after_in = out_after_step, out_after_in
-        plan.out_device, plan.out_host, plan.out_tokens = _columns(state.out_list, num_out)
+        columns = _columns(state.out_list, num_out)
+        plan.out_device, plan.out_host, plan.out_tokens, plan.out_generation = columns
         plan.fill_frames = state.fill_list[:num_fills].copy()
     if in_id:
         plan.in_id, plan.in_after_step, plan.in_after_out = in_id, in_after_step, in_after_out
-        plan.in_host, plan.in_device, plan.in_tokens = _columns(state.in_list, num_in)
+        columns = _columns(state.in_list, num_in)
+        plan.in_host, plan.in_device, plan.in_tokens, plan.in_generation = columns
     if num_copies:
         copies = _columns(state.copy_list, num_copies)
         plan.copy_source, plan.copy_target, plan.copy_tokens = copies
     return plan
 
 
-def _columns(array: NDArray[np.int32], count: int) -> tuple[Ids, Ids, Ids]:
-    rows = array[:count].T.copy()
-    return rows[0], rows[1], rows[2]
+def _columns(array: NDArray[np.int32], count: int) -> tuple[Ids, ...]:
+    return tuple(array[:count].T.copy())

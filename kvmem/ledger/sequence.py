@@ -118,6 +118,27 @@ def cut(state: State, s: int, num_tokens: int) -> None:
 
 
 @compiled
+def cut_lost(state: State, s: int) -> None:
+    """Let go of the K/V that a failed copy took, and of all after it; the tokens stay, to be
+    computed again. O(blocks released)."""
+    sequence = state.sequences[s]
+    keep = int(sequence.lost) - 1
+    sequence.lost = 0
+    num_tokens = keep * state.ledger[0].block_size
+    if sequence.num_stored <= num_tokens:
+        return  # it was about to take the lost blocks from the trie, and has put that back
+    release_tail(state, s, keep)
+    sequence.num_stored = num_tokens
+    sequence.num_computed = min(sequence.num_computed, num_tokens)
+    sequence.num_cached = min(sequence.num_cached, num_tokens)
+    if keep == 0:
+        sequence.state = WAITING
+        sequence.left_in = sequence.fence_in
+        sequence.fence_in = 0
+        sequence.fresh = 0
+
+
+@compiled
 def make_waiting(state: State, s: int) -> None:
     """Give up all blocks of a sequence and keep its tokens (recompute). O(blocks)."""
     sequence = state.sequences[s]
@@ -127,6 +148,7 @@ def make_waiting(state: State, s: int) -> None:
     sequence.num_stored = 0
     sequence.num_published = 0
     sequence.num_cached = 0
+    sequence.left_in = sequence.fence_in
     sequence.fence_in = 0
     sequence.fresh = 0
     state.ledger[0].recomputes += 1
@@ -179,7 +201,8 @@ def end_sequence(state: State, s: int) -> None:
         sequence.tokens_capacity = 0
     state.namespaces[sequence.namespace].num_sequences -= 1
     sequence.state = 0
-    sequence.freed = 0
+    sequence.at_end = 0
+    sequence.lost = 0
     sequence.next_free = ledger.sequence_free
     ledger.sequence_free = s
     ledger.num_sequences -= 1

@@ -34,6 +34,11 @@ IN_DEVICE_LRU = 1  # its device frame is evictable
 IN_HOST_LRU = 2  # its host frame is evictable
 MARKED = 4  # counted by the plan being decided; clear between calls
 BUSY = 8  # its host frame is the source of a copy of the plan being made; clear between calls
+UNSAVED = 16  # its copy out failed: a SWAPPED owner relies on its device frame
+
+# Bits of SEQUENCE.at_end
+FREED = 1  # freed inside an open step: it goes
+LOST = 2  # a copy failed: what it lost is cut off
 
 LEDGER = np.dtype(
     [
@@ -156,7 +161,7 @@ SEQUENCE = np.dtype(  # what a decode step reads comes first, in one cache line
         ("publish", "i1"),  # 1: its full blocks enter the trie
         ("queried", "i1"),  # 1: counted in query_tokens
         ("fresh", "i1"),  # 1: swapped in and not yet stepped, so no victim (design section 2)
-        ("freed", "i1"),  # 1: freed inside an open step; goes when the step ends
+        ("at_end", "i1"),  # what happens to it when its open step ends: FREED, LOST
         ("tokens_capacity", "i4"),
         ("table_changed", "i8"),  # LEDGER.clock when an entry of its frame table last changed
         # (not: was added)
@@ -170,7 +175,9 @@ SEQUENCE = np.dtype(  # what a decode step reads comes first, in one cache line
         ("priority", "i4"),
         ("num_swaps", "i4"),  # times swapped out
         ("arrival", "i8"),  # order of coming
-        ("unused", "i8", 2),  # up to two cache lines
+        ("lost", "i4"),  # 1 + the table entry from which on its K/V is lost, 0 nothing is
+        ("unused", "i4"),  # up to two cache lines
+        ("left_in", "i8"),  # its fence_in when it gave up its blocks: what it computed hangs on it
     ]
 )
 
@@ -220,8 +227,9 @@ class State(NamedTuple):
     tokens: NDArray[np.int32]  # token ids, a span or two per sequence
     table: NDArray[np.int32]  # block ids, a span per sequence and group
     frame_table: NDArray[np.int32]  # the same spans: device frames while RESIDENT, else stale
-    out_list: NDArray[np.int32]  # [rows, 3]: device frame, host frame, tokens
-    in_list: NDArray[np.int32]  # [rows, 3]: host frame, device frame, tokens
+    out_list: NDArray[np.int32]  # [rows, 4]: device frame, host frame, tokens, generation of the
+    # host frame
+    in_list: NDArray[np.int32]  # [rows, 4]: host frame, device frame, tokens, generation likewise
     copy_list: NDArray[np.int32]  # [rows, 3]: source, target, tokens
     fill_list: NDArray[np.int32]  # device frames vacated (debug)
 
@@ -346,8 +354,8 @@ def make_state(
         tokens=np.zeros(1 << 12, np.int32),
         table=np.zeros(1 << 8, np.int32),
         frame_table=np.zeros(1 << 8, np.int32),
-        out_list=np.zeros((64, 3), np.int32),
-        in_list=np.zeros((64, 3), np.int32),
+        out_list=np.zeros((64, 4), np.int32),
+        in_list=np.zeros((64, 4), np.int32),
         copy_list=np.zeros((64, 3), np.int32),
         fill_list=np.zeros(fills, np.int32),
     )

@@ -23,6 +23,7 @@ from .state import (
     NUM_TIERS,
     RESIDENT,
     SWAPPED,
+    UNSAVED,
     WAITING,
     State,
 )
@@ -197,7 +198,10 @@ def check_blocks(state: State) -> None:
             require(copied <= block["num_tokens"], "R3", f"host copy of {b} claims {copied}")
             clean = copied == block["num_tokens"]
             lost = block["ref_count"] > block["num_resident"] or not block["device_frame"]
-            require(clean or not lost, "R5", f"the only safe copy of block {b} is incomplete")
+            kept = bool(int(block["bits"]) & UNSAVED and block["device_frame"])  # a copy failed
+            require(
+                clean or kept or not lost, "R5", f"the only safe copy of block {b} is incomplete"
+            )
         else:
             swapped = block["ref_count"] > block["num_resident"]
             require(not swapped, "R5", f"block {b} of a SWAPPED sequence has no host copy")

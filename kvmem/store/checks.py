@@ -14,8 +14,11 @@ from numpy.typing import NDArray
 from cuda_kernels.dtypes import nan_pattern
 from kvmem.errors import CorruptEntry
 from kvmem.store.arena import Arena
-from kvmem.store.device import FrameIds
+from kvmem.store.device import FrameIds, Ticket
 from kvmem.store.layout import Layout
+
+#: Tokens of a host frame whose copy failed.
+UNKNOWN = -2
 
 
 class Poison:
@@ -62,10 +65,22 @@ class Checks(Poison):
             self._sums[host_id] = zlib.crc32(self._device.bytes[device_id])
             self._tokens[host_id] = num_tokens
 
-    def verify(self, host_ids: FrameIds, device_ids: FrameIds, tokens: FrameIds) -> None:
-        """Compare what has come in, at its target. Raises ``CorruptEntry`` for the first breach."""
+    def forget(self, host_ids: FrameIds, ticket: Ticket) -> None:
+        """After a copy out: where it failed, nothing is known of its targets."""
+        if ticket.error is not None:
+            self._tokens[host_ids] = UNKNOWN
+
+    def verify(
+        self, host_ids: FrameIds, device_ids: FrameIds, tokens: FrameIds, ticket: Ticket
+    ) -> None:
+        """Compare what has come in, at its target, unless that copy, or the one out before it,
+        failed, which is told elsewhere. Raises ``CorruptEntry`` for the first breach."""
+        if ticket.error is not None:
+            return
         for host_id, device_id, num_tokens in zip(host_ids, device_ids, tokens, strict=True):
             held = int(self._tokens[host_id])
+            if held == UNKNOWN:
+                continue
             if held < num_tokens:
                 raise CorruptEntry(
                     f"host frame {host_id} holds {max(held, 0)} tokens, {num_tokens} were asked "

@@ -21,7 +21,7 @@ from functools import partial
 from kvmem.errors import CorruptEntry, DeviceUnavailable, ManagerClosed
 from kvmem.fork import ForkGuard
 from kvmem.store.arena import Arena
-from kvmem.store.device import Access, Device, Fence, FrameIds, Moved, Stream
+from kvmem.store.device import Access, Device, Fence, FrameIds, Moved, Stream, Ticket
 
 #: Seconds that ``close`` and interpreter exit give the workers; daemon threads are left after it.
 JOIN_SECONDS = 3.0
@@ -49,6 +49,7 @@ class _Work:
     record: CpuFence | None = None
     run: Callable[[], None] | None = None
     moved: Moved | None = None
+    ticket: Ticket | None = None  # of a copy that may fail alone
 
 
 @dataclass(slots=True)
@@ -62,6 +63,7 @@ class _State:
     error: BaseException | None = None
     stopping: bool = False
     num_waiting: int = 0  # threads in `synchronize`
+    failed: list[Ticket] = field(default_factory=list)
     hook: CopyHook | None = None
     fork: ForkGuard = field(default_factory=ForkGuard)
 
@@ -107,9 +109,12 @@ class CpuDevice(Device):
     name = "cpu"
 
     def __init__(self, *, sync: bool = False, hook: CopyHook | None = None) -> None:
+        super().__init__()
         self.sync = sync
         streams = () if sync else (Stream.OUT, Stream.IN)
-        self._state = _State(queues={stream: deque() for stream in streams}, hook=hook)
+        self._state = _State(
+            queues={stream: deque() for stream in streams}, hook=hook, failed=self.failed
+        )
         self._threads = tuple(
             threading.Thread(
                 target=_serve, args=(self._state, s), name=f"kvmem-{s.name.lower()}", daemon=True
@@ -179,11 +184,12 @@ class CpuDevice(Device):
         target_ids: FrameIds,
         source: Arena,
         source_ids: FrameIds,
+        ticket: Ticket | None = None,
     ) -> None:
         """Queue the copy; the worker releases the GIL while bytes move."""
         run = partial(_copy, self._state, stream, target, target_ids, source, source_ids)
         moved = Moved(len(target_ids), len(target_ids) * target.frame_bytes)
-        self._submit(stream, run, moved)
+        self._submit(stream, _Work(run=run, moved=moved, ticket=ticket))
 
     def launch(
         self,
@@ -201,7 +207,7 @@ class CpuDevice(Device):
             with self._state.changed:
                 self._state.count(stream, moved)
             return
-        self._submit(stream, function, moved)
+        self._submit(stream, _Work(run=function, moved=moved))
 
     def moved(self, stream: Stream) -> Moved:
         """Counted when the work had ended."""
@@ -249,12 +255,12 @@ class CpuDevice(Device):
             self._state.queues[stream].append(work)
             self._state.changed.notify_all()
 
-    def _submit(self, stream: Stream, run: Callable[[], None], moved: Moved | None) -> None:
+    def _submit(self, stream: Stream, work: _Work) -> None:
         if self._is_queued(stream):
-            self._put(stream, _Work(run=run, moved=moved))
+            self._put(stream, work)
             return
         self._check(stream.name.lower())
-        _run(self._state, stream, _Work(run=run, moved=moved))
+        _run(self._state, stream, work)
 
     def _check(self, what: str) -> None:
         """Raise when nothing can be given to the device any more."""
@@ -301,11 +307,15 @@ def _copy(
 
 
 def _run(state: _State, stream: Stream, work: _Work) -> None:
-    """Run one entry; whatever it raises is kept and fails the device."""
+    """Run one entry. What a copy with a ticket raises is told there; else it fails the device."""
     assert work.run is not None
     try:
         work.run()
     except BaseException as error:
+        if work.ticket is not None and isinstance(error, Exception) and not state.stopping:
+            work.ticket.fail(error)
+            state.failed.append(work.ticket)
+            return
         with state.changed:
             state.fail(error)
         if isinstance(error, KeyboardInterrupt):

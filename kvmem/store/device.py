@@ -50,6 +50,20 @@ class Fence(ABC):  # noqa: B024 - a name for what each device makes in its own w
         self.label = label
 
 
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One transfer's copy, to learn what became of it. ``error`` is set before the fence of the
+    transfer is reached, and stays None when the bytes moved."""
+
+    stream: Stream
+    transfer_id: int
+    error: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Note why. Without its traceback, which would keep the frames of all its callers alive."""
+        self.error = error.with_traceback(None)
+
+
 @dataclass(frozen=True, slots=True)
 class Moved:
     """What one stream has finished moving since the device was made; failed copies don't count."""
@@ -65,6 +79,10 @@ class Device(ABC):
     #: Kernels are queued as copies are, so operands are staged and each launch says what it
     #: touches; vacated frames are poisoned. Else the calling thread is the compute stream.
     simulated: bool = False
+
+    def __init__(self) -> None:
+        #: Tickets of copies that failed, in the order of failing; who handles them takes them out.
+        self.failed: list[Ticket] = []
 
     @abstractmethod
     def new_arena(self, name: str, num_frames: int, frame_bytes: int, *, host: bool) -> Arena:
@@ -105,10 +123,13 @@ class Device(ABC):
         target_ids: FrameIds,
         source: Arena,
         source_ids: FrameIds,
+        ticket: Ticket | None = None,
     ) -> None:
         """Copy whole frames, ``source[source_ids[i]] -> target[target_ids[i]]``, on ``stream``.
 
         The id arrays belong to the device from here on: the caller must not write them again.
+        A copy that fails leaves garbage in its targets. With a ``ticket`` it is told there and in
+        ``failed``, and the stream goes on; without one it fails the device.
         """
 
     @abstractmethod

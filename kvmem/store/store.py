@@ -29,7 +29,7 @@ from kvmem.geometry import RESERVED_FRAMES, arena_frames
 from kvmem.store.arena import Arena
 from kvmem.store.checks import Checks, Poison
 from kvmem.store.compute import Compute
-from kvmem.store.device import Device, Fence, FrameIds, Moved, Stream
+from kvmem.store.device import Device, Fence, FrameIds, Moved, Stream, Ticket
 from kvmem.store.layout import Layout, StoreConfig
 from kvmem.store.making import make_device
 from kvmem.store.order import Ids, StepFences, TransferQueue, check_frames, check_order, own_copy
@@ -82,6 +82,7 @@ class Store:
         self._in = TransferQueue(self.device, Stream.IN)
         self._transfers = {"out": self._out, "in": self._in}
         self._steps = StepFences(self.device)
+        self._written = np.full(frames[1] if frames[1] else 1, -1, np.int32)  # use of host frames
         self.observers: tuple[TransferObserver, ...] = ()  # who hears of transfers; mostly nobody
         self._closed = False
         self._fork = ForkGuard()
@@ -109,10 +110,13 @@ class Store:
             blocks = self.num_blocks
             out = Ids.checked("out", plan.out_device, plan.out_host, plan.out_tokens, blocks)
             into = Ids.checked("in", plan.in_device, plan.in_host, plan.in_tokens, blocks)
+            self._check_generations(plan, into)
             poison = own_copy(plan.fill_frames)
             check_frames("fill_frames", poison, blocks[DEVICE])
             self._check_order(plan)
             if plan.out_id:
+                if len(plan.out_generation):
+                    self._written[out.host] = plan.out_generation
                 self._submit_out(plan, out, poison)
             if plan.in_id:
                 self._submit_in(plan, into)
@@ -155,7 +159,9 @@ class Store:
         if not (self._out.pending or self._in.pending):
             return last
         with self._lock:
-            return self._out.retired(), self._in.retired()
+            # first those in: when one is done, the copies out that it waited for are as well
+            into = self._in.retired()
+            return self._out.retired(), into
 
     def wait(self, direction: Direction, transfer_id: int, timeout: float | None = None) -> bool:
         """Wait on the host for a transfer and all before it; False when ``timeout`` s passed.
@@ -182,6 +188,12 @@ class Store:
             return self.device.synchronize(fence, None if timeout == math.inf else timeout)
         except DeviceUnavailable as error:
             raise TransferError(str(error)) from self.error
+
+    @property
+    def failed(self) -> list[Ticket]:
+        """Copies that failed and were not handled yet, oldest first: who handles one takes it out.
+        A transfer is there before its fence is reached (R5)."""
+        return self.device.failed
 
     @property
     def error(self) -> BaseException | None:
@@ -326,6 +338,22 @@ class Store:
 
     # --- inside ------------------------------------------------------------------------------
 
+    def _check_generations(self, plan: Plan, into: Ids) -> None:
+        """Raise ``CorruptEntry`` when a copy in would read another use of a host frame than the one
+        that the plan means: a stale frame id (R11). A plan without generations is not checked."""
+        if not len(plan.in_generation):
+            return
+        now = dict(zip(plan.out_host.tolist(), plan.out_generation.tolist(), strict=False))
+        written = self._written[into.host].tolist()
+        for host, kept, asked in zip(
+            into.host.tolist(), written, plan.in_generation.tolist(), strict=True
+        ):
+            if now.get(host, kept) != asked:
+                raise CorruptEntry(
+                    f"in_generation: host frame {host} holds its use {now.get(host, kept)}, the "
+                    f"plan asks for use {asked} (R11); make a new Manager"
+                )
+
     def _check_order(self, plan: Plan) -> None:
         check_order(plan, last_out=self._out.last, last_in=self._in.last)
 
@@ -335,10 +363,15 @@ class Store:
         self._after(Stream.OUT, *self._steps.after(plan.out_after_step))
         self._after(Stream.OUT, self._in.fence(plan.out_after_in))
         if len(out.device) and target is not None:
+            ticket = Ticket(Stream.OUT, plan.out_id)
             if self._checks is not None:
                 note = partial(self._checks.record, out.device, out.host, out.tokens)
                 device.launch(Stream.OUT, note, reads=((source, out.device),))
-            copy_watched(self.observers, device, Stream.OUT, target, out.host, source, out.device)
+            copy_watched(
+                self.observers, device, Stream.OUT, target, out.host, source, out.device, ticket
+            )
+            if self._checks is not None:
+                device.launch(Stream.OUT, partial(self._checks.forget, out.host, ticket))
         if len(poison) and self._poison is not None:
             fill = partial(self._poison.fill, poison)
             device.launch(Stream.OUT, fill, writes=((source, poison),))
@@ -350,9 +383,12 @@ class Store:
         self._after(Stream.IN, *self._steps.after(plan.in_after_step))
         self._after(Stream.IN, self._out.fence(plan.in_after_out))
         if len(into.host) and source is not None:
-            copy_watched(self.observers, device, Stream.IN, target, into.device, source, into.host)
+            ticket = Ticket(Stream.IN, plan.in_id)
+            copy_watched(
+                self.observers, device, Stream.IN, target, into.device, source, into.host, ticket
+            )
             if self._checks is not None:
-                compare = partial(self._checks.verify, into.host, into.device, into.tokens)
+                compare = partial(self._checks.verify, into.host, into.device, into.tokens, ticket)
                 device.launch(Stream.IN, compare, reads=((target, into.device),))
         queue.record(plan.in_id)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from kvmem.store.arena import Arena
-from kvmem.store.device import Device, FrameIds, Stream
+from kvmem.store.device import Device, FrameIds, Stream, Ticket
 
 #: Called when a transfer has ended, on the thread that moved it: direction ("out": device to host,
 #: "in"), blocks, bytes, seconds. Must be quick and must not raise.
@@ -51,13 +51,14 @@ def copy_watched(
     target_ids: FrameIds,
     source: Arena,
     source_ids: FrameIds,
+    ticket: Ticket,
 ) -> None:
     """``device.copy_async``, between the two notes of a clock where somebody watches."""
     if not observers:
-        device.copy_async(stream, target, target_ids, source, source_ids)
+        device.copy_async(stream, target, target_ids, source, source_ids, ticket)
         return
     blocks = len(target_ids)
     clock = TransferClock(observers, stream.name.lower(), blocks, blocks * target.frame_bytes)
     device.launch(stream, clock.start)
-    device.copy_async(stream, target, target_ids, source, source_ids)
+    device.copy_async(stream, target, target_ids, source, source_ids, ticket)
     device.launch(stream, clock.stop)

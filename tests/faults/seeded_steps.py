@@ -109,7 +109,7 @@ def restore_no_counts_at_abort(original: Function, hit: Callable[[], None]) -> F
     def abort_row(state: Any, row_at: Any) -> None:
         row, s = row_at[0], int(row_at[0].sequence)
         computed = int(state.sequences[s].num_computed)
-        freed = state.sequences[s].freed
+        freed = state.sequences[s].at_end
         original(state, row_at)
         if not freed and computed != row.old_computed:
             hit()
@@ -133,7 +133,7 @@ def commit_an_aborted_step(original: Function, hit: Callable[[], None]) -> Funct
 
     def commit_row(state: Any, row_at: Any, epoch: int) -> None:
         sequence = state.sequences[row_at[0].sequence]
-        freed = sequence.freed
+        freed = sequence.at_end
         original(state, row_at, epoch)
         if not freed and sequence.num_computed < sequence.num_tokens:
             hit()

@@ -9,7 +9,7 @@ import torch
 
 import kvmem
 from kvmem.store.device import Stream
-from tests.faults.world import BodyFailed, Known, Opened, World, require, stamps
+from tests.faults.world import BodyFailed, Broken, Known, Opened, World, require, stamps
 
 
 class Steps(World):
@@ -85,6 +85,9 @@ class Steps(World):
         except BodyFailed:
             self.check_restored(opened, at_once)
             return
+        except kvmem.TransferError as error:
+            self.check_given_up(opened, error)
+            return
         for seq, first, count in zip(step.seqs, computed, step.host.num_tokens, strict=True):
             if not seq.is_freed:
                 require(seq.num_computed == first + count, f"num_computed of {seq.id} after a step")
@@ -123,7 +126,8 @@ class Steps(World):
                 f"the step feeds other tokens of {seq.id}",
             )
             stored = first if slots[starts[i]] >= 0 else first + 1
-            self.compare(key, value, table[i], expected[:stored], f"before, sequence {seq.id}")
+            row = (seq.id, step._epoch)
+            self.compare(key, value, table[i], expected[:stored], "before", row)
             rows.append(expected[first : lens[i]])
         stamp = np.concatenate(rows) if rows else np.zeros((0, 2), np.float32)
         one = torch.from_numpy(stamp.reshape(len(stamp), 1, 2).copy())
@@ -131,16 +135,24 @@ class Steps(World):
         for i, seq in enumerate(step.seqs):
             k = every[seq.id]
             expected = stamps(k.namespace, k.tokens[: lens[i]])
-            self.compare(key, value, table[i], expected, f"after, sequence {seq.id}")
+            self.compare(key, value, table[i], expected, "after", (seq.id, step._epoch))
         self.attend(step, every)
 
     def attend(self, step: kvmem.Step, every: dict[int, Known]) -> None:
         """For a driver that also looks at what attention makes of the stamps."""
 
+    def check_given_up(self, opened: Opened, error: kvmem.TransferError) -> None:
+        """For a driver whose copies may fail."""
+        raise Broken(f"a step was given up, though no copy fails here: {error}")
+
+    def has_lost(self, number: int) -> bool:
+        """Whether a failed copy ever took K/V of a sequence."""
+        return False
+
     def check_restored(self, opened: Opened, at_once: bool) -> None:
         """After an abort all is as before, but a SWAPPED row stays RESIDENT (R8)."""
         for seq in opened.step.seqs:
-            if seq.id in opened.freed or seq.id not in self.known:
+            if seq.id in opened.freed or seq.id not in self.known or self.has_lost(seq.id):
                 continue
             before, after = opened.before[seq.id], self.fields(self.known[seq.id])
             require(after[1:] == before[1:], f"sequence {seq.id} is {after}, was {before} (R8)")

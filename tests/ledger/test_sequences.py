@@ -267,7 +267,16 @@ def test_records_are_used_again_and_start_afresh(play: Play) -> None:
     play.free(s)
     again = play.create(2)
     assert again == s
-    fields = ("priority", "num_swaps", "num_computed", "step", "freed", "fresh", "num_drafts")
+    fields = (
+        "priority",
+        "num_swaps",
+        "num_computed",
+        "step",
+        "at_end",
+        "lost",
+        "fresh",
+        "num_drafts",
+    )
     assert [play.q(again, f) for f in fields] == [0] * len(fields)
     assert (play.q(again, "max_cached"), play.q(again, "publish")) == (-1, 1)
     assert play.q(again, "arrival") == 2

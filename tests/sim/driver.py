@@ -24,7 +24,7 @@ from kvmem.sim_options import MODES, SITES, SimOptions
 from kvmem.store.device import Stream
 from kvmem.store.sim import SimDevice, SimFault
 from tests.faults.driver import Driver
-from tests.faults.world import Broken, Known, Setup, require, stamps
+from tests.faults.world import Broken, Known, Opened, Setup, require, stamps
 
 ALLOCATIONS = ("device_alloc", "host_alloc")
 SLOPES = np.array([0.0, 0.25])  # ALiBi: the order of the tokens counts in the second head
@@ -37,7 +37,7 @@ def drawn_options(rng: random.Random, seed: int, *, faults: bool) -> SimOptions:
     """A swarm: mode, lateness and each fault's rate are drawn anew for each seed."""
     rates: dict[str, float] = {}
     if faults:
-        rates = {site: rng.choice((0, 0.02, 0.05)) for site in ("copy_before", "copy_after")}
+        rates = {site: rng.choice((0, 0.05, 0.2)) for site in ("copy_before", "copy_after")}
         rates |= {site: rng.choice((0, 0, 0.001, 0.003)) for site in ("event", "sticky")}
         rates |= {site: rng.choice((0, 0.1, 0.4)) for site in ALLOCATIONS}
         rates["slow_copy"] = rng.choice((0, 0.2, 0.6))
@@ -88,6 +88,10 @@ class SimDriver(Driver):
         self.rng = random.Random(seed)
         self.setup = setup
         self.prefixes = [[self.rng.randrange(2) for _ in range(12)] for _ in range(2)]
+        self.lost: dict[int, int] = {}  # sequence id -> the last step planned when it was told
+        self.num_failed = 0  # transfers
+        self.aborted: set[int] = set()  # steps that counted nothing
+        self.doubts: list[tuple[tuple[int, int], Broken]] = []
         self.begin()
 
     # --- Managers that come and go ----------------------------------------------------------------
@@ -109,7 +113,26 @@ class SimDriver(Driver):
                 self.struck["device_alloc" if "device arena" in str(error) else "host_alloc"] += 1
                 continue
             self.start(made, self.seed)
+            self.watch_losses()
             return
+
+    def watch_losses(self) -> None:
+        """Note what the new Manager tells of failed copies."""
+        self.lost.clear()
+        self.aborted.clear()
+        self.doubts.clear()
+        self.num_failed = 0
+        losses = self.m._runtime.losses
+        told = losses.add
+
+        def add(*arguments: Any) -> tuple[int, ...]:
+            ids = told(*arguments)
+            epoch = int(self.state.ledger["epoch"][0])
+            self.lost |= dict.fromkeys(ids, epoch)
+            self.num_failed += 1
+            return ids
+
+        losses.add = add  # type: ignore[method-assign]
 
     def count_device(self) -> None:
         """Add up what the device of a Manager that ends has seen."""
@@ -123,6 +146,9 @@ class SimDriver(Driver):
     def failed(self, raised: Exception) -> None:
         """A call raised: a fault that was injected, and the Manager says so (R8), or a breach."""
         error = self.device.error
+        if error is None and isinstance(raised, kvmem.TransferError) and self.num_failed:
+            self.refusals["lost"] += 1  # told by the call, which did nothing
+            return
         if error is None:
             raise raised
         if not isinstance(error, SimFault):
@@ -187,8 +213,54 @@ class SimDriver(Driver):
         return self._looking.random() < self.looks
 
     def check(self) -> None:
+        if self.doubts:
+            self.m.poll()
+            for row, error in self.doubts:
+                if not self.is_lost(row):
+                    raise error
+            self.doubts.clear()
         if self.deep():
             super().check()
+
+    # --- failed copies ----------------------------------------------------------------------------
+
+    def is_lost(self, row: tuple[int, int]) -> bool:
+        """Whether a failed copy that was told explains what a step saw of a sequence. None is told
+        where it was freed, or the step aborted, before."""
+        number, epoch = row
+        gone = number not in self.known or epoch in self.aborted  # nothing of it was kept
+        return (gone and self.num_failed > 0) or self.lost.get(number, -1) >= epoch
+
+    def doubt(self, row: tuple[int, int], error: Broken) -> None:
+        """A kernel saw a wrong stamp: a copy has failed, which will be told, or it is a breach."""
+        if not self.device.failed and not self.is_lost(row):
+            raise error
+        self.doubts.append((row, error))
+
+    def check_given_up(self, opened: Opened, error: kvmem.TransferError) -> None:
+        """Nothing of the step counts; who lost K/V is told, all others are as before."""
+        self.refusals["given up"] += 1
+        lost, rows = {number for number, _ in error.lost}, {s.id for s in opened.step.seqs}
+        known = {s.id for s in opened.step.seqs if s.id in self.known}
+        require(self.num_failed > 0, f"a step was given up without a failed copy: {error}")
+        require(lost <= rows, "a step told of sequences that it does not have")
+        require(bool(lost) or known < rows, "a step was given up and nobody lost anything")
+        self.check_restored(opened, at_once=False)
+
+    def has_lost(self, number: int) -> bool:
+        return number in self.lost
+
+    def check_restored(self, opened: Opened, at_once: bool) -> None:
+        self.aborted.add(opened.step._epoch)
+        super().check_restored(opened, at_once)
+
+    def unchanged(self, before: dict[str, Any], act: str) -> None:
+        """As ever, unless a failed copy was recovered from inside the call."""
+        super().unchanged(before if before.get("failed") == self.num_failed else {}, act)
+
+    def arrays(self) -> dict[str, Any]:
+        arrays = super().arrays()
+        return arrays | {"failed": self.num_failed} if arrays else arrays
 
     def in_order(self, seqs: list[kvmem.Sequence]) -> list[kvmem.Sequence]:
         """As `make_room` ranks them, so that others don't use up the tokens of the best."""
@@ -364,12 +436,27 @@ class SimDriver(Driver):
         key, value = store.layout.views(typed, 0)
         return key.numpy(), value.numpy()
 
-    def compare(self, key: Any, value: Any, frames: Any, expected: np.ndarray, where: str) -> None:
+    def compare(
+        self,
+        key: Any,
+        value: Any,
+        frames: Any,
+        expected: np.ndarray,
+        where: str,
+        row: tuple[int, int],
+    ) -> None:
         """A kernel that compares when it is its turn."""
         used = np.array(frames[: -(-len(expected) // self.setup.block_size)], np.int32)
         if not len(used):
             return
-        compare = partial(super().compare, key, value, used, expected, where)
+        look = super().compare
+
+        def compare() -> None:
+            try:
+                look(key, value, used, expected, where, row)
+            except Broken as error:
+                self.doubt(row, error)
+
         reads = ((self.store._device_arena, np.unique(used)),)
         self.device.launch(Stream.COMPUTE, compare, reads=reads)
 
@@ -379,7 +466,7 @@ class SimDriver(Driver):
             return
         query = torch.zeros(step.num_tokens, NUM_HEADS, 2)
         out = step.attend(0, query, alibi=SLOPES)
-        expected = []
+        expected, row_of = [], []
         for seq, length, count in zip(
             step.seqs, step.seq_lens.tolist(), step.host.num_tokens.tolist(), strict=True
         ):
@@ -389,13 +476,18 @@ class SimDriver(Driver):
             weights = np.exp(-SLOPES[:, None, None] * distance) * (distance >= 0)
             weights /= weights.sum(-1, keepdims=True)
             expected.append(np.einsum("hqk,kd->qhd", weights, rows))
+            row_of += [(seq.id, step._epoch)] * count
         wanted = np.concatenate(expected)
-        self.device.launch(Stream.COMPUTE, partial(self.check_attention, out, wanted))
+        self.device.launch(Stream.COMPUTE, partial(self.check_attention, out, wanted, row_of))
 
-    def check_attention(self, out: torch.Tensor, wanted: np.ndarray) -> None:
+    def check_attention(
+        self, out: torch.Tensor, wanted: np.ndarray, row_of: list[tuple[int, int]]
+    ) -> None:
         """Runs behind the attention on its stream."""
-        worst = float(np.abs(out.numpy() - wanted).max())
-        require(worst <= TOLERANCE, f"attention is off by {worst}")  # NaN is no number <= it
+        worst = np.abs(out.numpy() - wanted).max(axis=(1, 2))
+        for i in np.flatnonzero(~(worst <= TOLERANCE)):  # NaN is no number <= it
+            error = Broken(f"attention of sequence {row_of[i][0]} is off by {worst[i]}")
+            self.doubt(row_of[i], error)
 
 
 def drive(seed: int, setup: Setup, *, looks: float = 0.1) -> SimDriver:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvmem.ledger import residency
-from kvmem.ledger.state import BUSY, DEVICE, HOST, opened
+from kvmem.ledger.state import BUSY, DEVICE, FREED, HOST, opened
 from tests.sim.mutants import MUTANTS, Function, Hit, Mutant, Patch, mutant
 
 
@@ -192,7 +192,7 @@ def free_does_not_wait_for_the_step(original: Function, hit: Hit) -> Function:
 def a_deferred_free_is_forgotten(original: Function, hit: Hit) -> Function:
     def leave_step(state: Any, row_at: Any) -> None:
         sequence = state.sequences[row_at[0].sequence]
-        if sequence.freed:
+        if sequence.at_end & FREED:
             hit()
             sequence.step = 0
             return

@@ -1,7 +1,8 @@
 """Fail the n-th allocation, copy, fence or piece of work of scripted workloads, for each n.
 
-Once, and from then on. Each run ends with a clean error or none, valid records, a Manager that says
-that it failed (R8), and nothing left behind: no memory, no thread.
+Once, and from then on. Each run ends with a clean error or none, valid records, a Manager that goes
+on after a failed copy and says that it failed after anything worse (R8), and nothing left behind:
+no memory, no thread.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def cached_prefixes_written_back(d: Driver) -> None:
         d.free(seq)
     again = d.create([0] * 12 + [1])
     d.step([again])
-    assert again.num_cached == 12
+    stats = d.manager.stats()
+    assert again.num_cached == 12 or stats.blocks_out_failed or stats.blocks_in_failed
     d.check_content()
 
 
@@ -80,6 +82,27 @@ WORKLOADS = [
 ]
 
 
+def finish(d: Driver) -> None:
+    """After failed copies: what is pending is computed, the content is right, all comes back."""
+    d.manager.poll()
+    for pin in d.pins:
+        pin.release()
+    for _ in range(40):
+        todo = [seq for seq in d.live if seq.num_computed < seq.num_tokens]
+        if not todo:
+            break
+        try:
+            d.manager.make_room(todo)
+            d.step(todo, fit="some")
+        except kvmem.TransferError as error:
+            assert error.lost
+    else:
+        pytest.fail("copies that fail keep the work from ending (R9)")
+    d.drain()
+    d.store.device.drain()
+    d.manager.verify()
+
+
 def run_once(
     workload: Callable[[Driver], None], mode: str, site: str, nth: int, onwards: bool
 ) -> tuple[bool, Any]:
@@ -97,10 +120,16 @@ def run_once(
         workload(d)
         d.drain()
         device.drain()
-        assert device.faults.struck[site] == 0, "a fault struck and nobody was told"
+        if site.startswith("copy_"):
+            finish(d)
+        else:
+            assert device.faults.struck[site] == 0, "a fault struck and nobody was told"
     except (kvmem.DeviceUnavailable, kvmem.TransferError) as error:
-        assert "injected fault" in str(error)
+        assert "fail" in str(error)
         assert device.faults.struck[site] >= 1
+        if site.startswith("copy_"):
+            finish(d)
+            return True, memory
         d.manager._runtime.ledger.verify()  # integers are sound whatever the bytes
         for act in (partial(d.manager.create, [1]), d.manager.stats, partial(d.manager.step, [])):
             with pytest.raises(kvmem.DeviceUnavailable):

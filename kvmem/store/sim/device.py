@@ -16,7 +16,7 @@ from kvmem.errors import ConfigError, CorruptEntry, DeviceUnavailable, ManagerCl
 from kvmem.fork import ForkGuard
 from kvmem.sim_options import SimOptions
 from kvmem.store.arena import Arena
-from kvmem.store.device import Access, Device, Fence, FrameIds, Moved, Named, Stream
+from kvmem.store.device import Access, Device, Fence, FrameIds, Moved, Named, Stream, Ticket
 from kvmem.store.sim.clocks import HOST, Clocks, Touch
 from kvmem.store.sim.faults import Faults
 from kvmem.store.sim.log import Log
@@ -42,11 +42,12 @@ class SimDevice(Device):
     simulated = True
 
     def __init__(self, options: SimOptions | None = None) -> None:
+        super().__init__()
         self.options = options if options is not None else SimOptions()
         self.log = Log()
         self.faults = Faults(self.options, self.log)
         self.clocks = Clocks()
-        self.scheduler = Scheduler(self.options, self.clocks, self.faults, self.log)
+        self.scheduler = Scheduler(self.options, self.clocks, self.faults, self.log, self.failed)
         self._changed = threading.Condition(threading.RLock())
         self._num_ops = 0
         self._stopping = False
@@ -124,6 +125,7 @@ class SimDevice(Device):
         target_ids: FrameIds,
         source: Arena,
         source_ids: FrameIds,
+        ticket: Ticket | None = None,
     ) -> None:
         """Queue a copy that runs in fragments, each reading its source when it runs."""
         with self._changed:
@@ -139,6 +141,7 @@ class SimDevice(Device):
                     writes=((target, target_ids),),
                     moved=Moved(len(target_ids), len(target_ids) * target.frame_bytes),
                     copy=Copy(target, target_ids, source, source_ids),
+                    ticket=ticket,
                 )
             )
 

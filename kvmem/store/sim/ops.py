@@ -9,7 +9,7 @@ from types import CodeType
 from typing import NamedTuple
 
 from kvmem.store.arena import Arena
-from kvmem.store.device import Access, Fence, FrameIds, Moved, Stream
+from kvmem.store.device import Access, Fence, FrameIds, Moved, Stream, Ticket
 
 #: Frames of the Python stack that an entry keeps of the call that queued it.
 SITE_DEPTH = 12
@@ -58,6 +58,7 @@ class Op:
     fence: SimFence | None = None
     run: Callable[[], None] | None = None
     copy: Copy | None = None
+    ticket: Ticket | None = None  # of a copy that may fail alone
     num_fragments: int = 1
     done: int = 0  # fragments that were copied
     fails_after: int = -1  # fragments after which the copy fails, -1 never

@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable
 
 from kvmem.sim_options import SimOptions
-from kvmem.store.device import FrameIds, Moved, Stream
+from kvmem.store.device import FrameIds, Moved, Stream, Ticket
 from kvmem.store.sim.clocks import Clocks
 from kvmem.store.sim.faults import Faults
 from kvmem.store.sim.log import Log
-from kvmem.store.sim.ops import Op, SimFence
+from kvmem.store.sim.ops import Copy, Op, SimFence
 
 #: Entries that may be queued before the oldest have to run, as the launch queue of a driver.
 MAX_QUEUED = 512
@@ -39,11 +39,19 @@ class SimDeadlock(RuntimeError):
 class Scheduler:
     """The queues of the streams and the choice of the next turn. Not thread-safe."""
 
-    def __init__(self, options: SimOptions, clocks: Clocks, faults: Faults, log: Log) -> None:
+    def __init__(
+        self,
+        options: SimOptions,
+        clocks: Clocks,
+        faults: Faults,
+        log: Log,
+        failed: list[Ticket],
+    ) -> None:
         self._mode = options.mode
         self._engines = options.copy_engines
         self._not_yet = options.not_yet
         self._clocks, self._faults, self._log = clocks, faults, log
+        self._failed = failed
         self._random = random.Random(f"{options.seed}:schedule")
         victim = options.starve or self._random.choice(("compute", "out", "in"))
         self._starved = Stream[victim.upper()]
@@ -192,16 +200,29 @@ class Scheduler:
         assert op.copy is not None
         if op.stall:
             return False
-        if self.hook is not None and not op.done:
-            self.hook(op.stream, op.copy.target_ids, op.copy.source_ids)
-        if op.done == op.fails_after:
-            raise self._faults.error("copy_after" if op.done else "copy_before", str(op))
+        try:
+            self._pass_or_fail(op, op.copy)
+        except Exception as error:
+            if op.ticket is None:
+                raise
+            self._log.add(f"failed copy {op.stream.name} {op.ticket.transfer_id}")
+            op.ticket.fail(error)
+            op.moved = None
+            self._failed.append(op.ticket)
+            return True
         target, target_ids, source, source_ids = op.copy
         width = target.frame_bytes
         part = slice(op.done * width // op.num_fragments, (op.done + 1) * width // op.num_fragments)
         target.bytes[target_ids, part] = source.bytes[source_ids, part]
         op.done += 1
         return op.done == op.num_fragments
+
+    def _pass_or_fail(self, op: Op, copy: Copy) -> None:
+        """Raise what makes a copy fail at this fragment."""
+        if self.hook is not None and not op.done:
+            self.hook(op.stream, copy.target_ids, copy.source_ids)
+        if op.done == op.fails_after:
+            raise self._faults.error("copy_after" if op.done else "copy_before", str(op))
 
     def _draw_copy(self, op: Op) -> None:
         """In how many fragments a copy runs, and whether it is slow or fails."""

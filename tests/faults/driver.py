@@ -204,6 +204,8 @@ class Driver(Steps):
         best = min(rank[s.id] for s in seqs)
         victims = [v.id for v in self.m.make_room(seqs, how=self.rng.choice(("auto", "recompute")))]
         require(not busy & set(victims), "a victim is in an open step")
+        if self.pins:  # one that they keep from its step goes first, whatever its rank
+            return
         require(all(rank[v] > best for v in victims), "a victim ranks before the best of the list")
         order = [(v not in fresh, rank[v]) for v in victims]
         require(

@@ -36,17 +36,6 @@ def made(mode: str, seed: int, *, sim: dict[str, Any] | None = None, **settings:
     return Driver(device="sim", sim=options, **{"debug": False, **settings})
 
 
-def write_only(d: Driver, step: kvmem.Step) -> None:
-    """The K/V of a step without its attention, which would be waited for."""
-    starts, lengths = step.query_start.tolist(), step.seq_lens.tolist()
-    rows = []
-    for i, (seq, length) in enumerate(zip(step.seqs, lengths, strict=True)):
-        rows += d.stamps(seq)[length - (starts[i + 1] - starts[i]) : length]
-    for layer in range(d.config.num_layers):
-        key, value = d.rows(rows, layer)
-        step.write(layer, torch.from_numpy(key), torch.from_numpy(value))
-
-
 def test_case_23_shared_blocks_go_out_and_come_back_once(mode: str, seed: int) -> None:
     with made(mode, seed, device_blocks=16, host_blocks=16) as d:
         seq = d.create(tokens_of(30))
@@ -115,7 +104,7 @@ def test_case_37_a_copy_out_waits_for_writes_that_have_not_run(mode: str, seed: 
         seq = d.create(tokens_of(7))
         device.hold(COMPUTE)
         with d.manager.step([seq]) as step:
-            write_only(d, step)  # queued: the step ends, its kernels have not begun
+            d.write(step)  # queued: the step ends, its kernels have not begun
         d.manager.swap_out([seq])
         device.run(OUT)  # d2h first
         assert device.moved(OUT).frames == 0
@@ -125,6 +114,34 @@ def test_case_37_a_copy_out_waits_for_writes_that_have_not_run(mode: str, seed: 
         d.check_content()
         d.manager.append([seq], [70])
         d.step([seq])
+
+
+def test_case_37_an_arrival_waits_for_kernels_that_read_its_frames(mode: str, seed: int) -> None:
+    """The other direction: who reads the frames is done for the host, but has not run."""
+    with made(mode, seed, sim={"late_results": True}, device_blocks=4, host_blocks=8) as d:
+        device = d.store.device
+        back = d.create(tokens_of(116, 100))
+        with d.manager.step([back]) as step:
+            d.write(step)
+        d.manager.swap_out([back])
+        d.wait()
+        d.manager.evict(4)
+        seq = d.create(tokens_of(16), publish=False)
+        device.hold(COMPUTE)
+        with d.manager.step([seq]) as step:
+            d.write(step)
+            out = step.attend(0, torch.ones(16, NUM_HEADS, d.config.head_dim))
+        keys, values = d.rows(d.stamps(seq), 0)
+        d.free(seq)
+        d.manager.swap_in([back])  # into the frames that the attention reads
+        device.run(IN)
+        assert device.moved(IN).frames == 0
+        device.release(COMPUTE)
+        d.check_content()
+        device.drain()
+        query = np.ones(out.shape, np.float32)
+        expected = dense_attention(query, keys, values)
+        np.testing.assert_allclose(out.numpy(), expected, atol=2e-5, rtol=0)
 
 
 def test_case_39_the_order_of_a_frame_is_inherited_through_its_second_owner(
@@ -148,7 +165,7 @@ def test_case_39_the_order_of_a_frame_is_inherited_through_its_second_owner(
         d.free(second)
         third = d.create(tokens_of(216, 200), publish=False)
         with d.manager.step([third]) as step:
-            write_only(d, step)
+            d.write(step)
         device.run(COMPUTE)
         device.run(IN)
         assert (device.moved(IN).frames, device.moved(OUT).frames) == (0, 4)
@@ -168,7 +185,7 @@ def test_case_41_each_step_reads_its_own_table_however_late(mode: str, seed: int
         for number in range(3):
             d.manager.append(seqs, [900 + number] * 3)
             with d.manager.step(seqs[number:] + seqs[:number]) as step:
-                write_only(d, step)
+                d.write(step)
                 query = rng.standard_normal((step.num_tokens, NUM_HEADS, d.config.head_dim))
                 query = query.astype(np.float32)
                 out = step.attend(0, torch.from_numpy(query))
@@ -205,7 +222,7 @@ def test_case_43_frames_of_an_aborted_arrival_stay_guarded(
         d.free(seq)
         other = d.create(tokens_of(116, 100))
         with d.manager.step([other]) as step:  # takes the frames that the late copy still writes
-            write_only(d, step)
+            d.write(step)
         device.run(COMPUTE)
         arrived = moment == "after"
         assert device.moved(IN).frames == 4 * arrived

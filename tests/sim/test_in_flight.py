@@ -400,7 +400,11 @@ def made(d: Flight, drafts: int) -> kvmem.Sequence:
     seq = d.create(tokens_of(PROMPT - drafts))
     if drafts:
         d.manager.append([seq], [90] * drafts, counts=[drafts], draft=True)
-    d.step([seq])
+    with d.manager.step([seq]) as step:
+        if d.rng.random() < 0.5:
+            d.run(step)
+        else:
+            d.write(step)  # its kernels may not have begun when the next call comes
     return seq
 
 

@@ -185,6 +185,21 @@ def fork(d: Flight, seq: kvmem.Sequence) -> None:
     d.free(others[0])
 
 
+def fork_and_free_the_parent(d: Flight, seq: kvmem.Sequence) -> None:
+    """The copy goes on for a child that was not there when it began."""
+    (child,) = d.fork(seq)
+    d.free(seq)
+    d.manager.verify()
+    d.manager.append([child], [51])
+    d.go(child)
+
+
+def fork_and_free_both(d: Flight, seq: kvmem.Sequence) -> None:
+    (child,) = d.fork(seq)
+    d.free(seq, child)
+    d.go(d.create(others_tokens()))
+
+
 def copy_on_write(d: Flight, seq: kvmem.Sequence) -> None:
     """The child writes into the half block that it shares; its parent stays where it is."""
     (child,) = d.fork(seq)
@@ -312,10 +327,10 @@ def accept(d: Flight, seq: kvmem.Sequence) -> None:
 
 
 ACTS: tuple[Callable[[Flight, kvmem.Sequence], None], ...] = (
-    fork, copy_on_write, write_in_place, write_past_the_block, truncate_into_a_block,
-    truncate_to_a_block, truncate_to_nothing, free_and_take_all, free_unpublished_and_take_all,
-    free_in_its_step, abort_its_step, pin, swap_again, compute_again, evict_both_tiers, reset,
-    another_reads_it, accept,
+    fork, fork_and_free_the_parent, fork_and_free_both, copy_on_write, write_in_place,
+    write_past_the_block, truncate_into_a_block, truncate_to_a_block, truncate_to_nothing,
+    free_and_take_all, free_unpublished_and_take_all, free_in_its_step, abort_its_step, pin,
+    swap_again, compute_again, evict_both_tiers, reset, another_reads_it, accept,
 )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ class Pin:
             if self._released:
                 raise PinError("this Pin was released before; pin again for a new one")
             self._released = True
+            runtime.pins.discard(self)
             runtime.submit(runtime.ledger.change_pins(self._blocks, -1))
 
     @property
@@ -111,7 +112,9 @@ def pin_blocks(runtime: Runtime, blocks: Ids) -> Pin:
         runtime.submit(runtime.ledger.change_pins(blocks, 1))
     except Refusal as refusal:
         raise runtime.explain(refusal, [], "pin") from None
-    return Pin(runtime, blocks)
+    pin = Pin(runtime, blocks)
+    runtime.pins.add(pin)
+    return pin
 
 
 def published_blocks(runtime: Runtime, record: int) -> Ids:

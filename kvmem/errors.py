@@ -4,8 +4,8 @@
 
     KVMemError (Exception)
     ├── ConfigError        (ValueError)    a setting, or a combination, that cannot be
-    ├── OutOfBlocks        (MemoryError)   no room now; tier, needed, free, evictable, pinned
-    ├── SequenceTooLong    (ValueError)    can never fit
+    ├── OutOfBlocks        (MemoryError)   no room now; who holds what, what is short, what helps
+    ├── SequenceTooLong    (ValueError)    can never fit; setting, value
     ├── UnknownSequence    (KeyError)      freed, or of another Manager
     ├── NotResident        (RuntimeError)  content asked for where it is not
     ├── PinError           (ValueError)    a pin or release that cannot be; a live pin forbids it
@@ -25,6 +25,8 @@ holds token contents or a namespace. A call that raises has changed nothing (R8)
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 
 class KVMemError(Exception):
     """Base of all errors below, so that one ``except`` catches them."""
@@ -38,11 +40,32 @@ class ConfigError(KVMemError, ValueError):
     """A setting or a combination of settings is wrong or does not fit the machine."""
 
 
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A sequence that holds blocks of a tier, as an OutOfBlocks names it."""
+
+    sequence_id: int
+    state: str  # "RESIDENT" holds device blocks, "SWAPPED" host blocks
+    priority: int
+    num_blocks: int  # blocks of that tier in its table
+    num_shared: int  # of these, blocks that other tables name too: they stay when it goes
+    num_pinned: int  # of these, blocks that a live Pin keeps on the device
+    reason: str  # why it is there: "in an open step", "pinned" (all of it), "being copied",
+    # or just "resident" or "swapped": nothing but a call is needed to make it go
+
+
 class OutOfBlocks(KVMemError, MemoryError):
     """There is no room now. Nothing was changed; the same call may succeed later (R7, R8).
 
-    Attributes, in blocks of ``tier`` ("device" or "host"): ``needed`` by the call, ``free``,
-    ``evictable`` (cached content nobody uses), ``pinned``.
+    Attributes, in blocks of ``tier`` ("device" or "host") unless said otherwise:
+
+    - ``needed`` by the row that found no room (by the call, where there are no rows); ``free``,
+      ``evictable`` (cached content nobody uses), ``pinned`` (by ``pins`` live Pins).
+    - ``holders``: the sequences that hold the tier, at most 8 ``Holder``, the largest first;
+      ``more_holders`` and ``more_blocks`` sum up the others. A shared block counts for each.
+    - ``short_blocks`` and ``short_bytes``: what the whole call lacks, all its rows together.
+    - ``setting`` and ``value``: the Config field and the number for it with which this call would
+      have succeeded now, all else being equal: the same sequences, pins and cached content.
     """
 
     def __init__(
@@ -54,6 +77,14 @@ class OutOfBlocks(KVMemError, MemoryError):
         free: int = 0,
         evictable: int = 0,
         pinned: int = 0,
+        pins: int = 0,
+        holders: tuple[Holder, ...] = (),
+        more_holders: int = 0,
+        more_blocks: int = 0,
+        short_blocks: int = 0,
+        short_bytes: int = 0,
+        setting: str = "",
+        value: int = 0,
     ) -> None:
         super().__init__(message)
         self.tier = tier
@@ -61,10 +92,27 @@ class OutOfBlocks(KVMemError, MemoryError):
         self.free = free
         self.evictable = evictable
         self.pinned = pinned
+        self.pins = pins
+        self.holders = holders
+        self.more_holders = more_holders
+        self.more_blocks = more_blocks
+        self.short_blocks = short_blocks
+        self.short_bytes = short_bytes
+        self.setting = setting
+        self.value = value
 
 
 class SequenceTooLong(KVMemError, ValueError):
-    """The sequence can never fit, whatever else leaves: it is longer than the device tier."""
+    """The sequence can never fit, whatever else leaves: it is longer than the device tier.
+
+    ``setting`` and ``value``: as in OutOfBlocks, the Config field and the number for it with which
+    this call would have succeeded now.
+    """
+
+    def __init__(self, message: str = "", *, setting: str = "", value: int = 0) -> None:
+        super().__init__(message)
+        self.setting = setting
+        self.value = value
 
 
 class UnknownSequence(KVMemError, KeyError):

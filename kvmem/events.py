@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MAX_EVENTS = 4096
+Fields = tuple[float, str, tuple[int, ...], int, int, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +21,11 @@ class Event:
 
     time: float  # seconds, monotonic clock
     kind: str  # "step", "abort", "swap_out", "swap_in", "prefetch", "recompute", "evict",
-    # "reset", "free", "lost" (a copy failed)
+    # "reset", "free", "make_room", "lost" (a copy failed)
     sequence_ids: tuple[int, ...]
     blocks_out: int  # blocks copied device to host by the call
     blocks_in: int  # blocks copied host to device by the call
+    how: tuple[str, ...] = ()  # "make_room": what became of each sequence, "swap" or "recompute"
 
 
 class EventLog:
@@ -31,14 +33,21 @@ class EventLog:
 
     def __init__(self) -> None:
         # a plain tuple now, an Event when somebody asks: a step adds one
-        self._events: deque[tuple[float, str, tuple[int, ...], int, int]] = deque(maxlen=MAX_EVENTS)
+        self._events: deque[Fields] = deque(maxlen=MAX_EVENTS)
         # Called under the Manager's lock at each event: must be quick and must not raise.
         self.listeners: tuple[Callable[[Event], None], ...] = ()
         self.refusals = [0, 0]  # calls that found too little room, by tier
 
-    def add(self, kind: str, sequence_ids: tuple[int, ...], out: int = 0, into: int = 0) -> None:
+    def add(
+        self,
+        kind: str,
+        sequence_ids: tuple[int, ...],
+        out: int = 0,
+        into: int = 0,
+        how: tuple[str, ...] = (),
+    ) -> None:
         """Note an event and tell the listeners. O(1) without them."""
-        fields = (time.monotonic(), kind, sequence_ids, out, into)
+        fields = (time.monotonic(), kind, sequence_ids, out, into, how)
         self._events.append(fields)
         for listener in self.listeners:
             listener(Event(*fields))

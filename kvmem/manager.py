@@ -23,7 +23,7 @@ from kvmem.sequence import Sequence
 from kvmem.stats import Stats
 from kvmem.step import Step, plan_step
 from kvmem.store.store import Store
-from kvmem.swapper import Swapper, Transfer
+from kvmem.swapper import Room, Swapper, Transfer
 from kvmem.tokens import check_token_values, count_array, namespace_key, token_array
 
 MAX_PRIORITY = 2**31 - 1
@@ -292,12 +292,15 @@ class Manager:
     ) -> list[Sequence]:
         """Swap out victims so that the best of `seqs` find room; returns those swapped out.
 
-        Plan the step with `fit="some"` afterwards, without them. Victims have lower priority than
-        the best of `seqs`, or came later; `seqs` themselves may be among them. One swapped in and
-        not yet stepped is spared while there is another. When that is not enough, or the host tier
-        is full and `how` is "swap", what can be done is done, and the step's `left_out` tells the
-        rest. A row that can never fit makes nobody go. With `max_tokens`, plan the step in the same
-        order (priority, then first come): rows before the best one use up its tokens.
+        Plan the step with `fit="some"` afterwards, without them, in the order of rank: priority,
+        then first come. Victims have lower priority than the best of `seqs`, or came later; `seqs`
+        themselves may be among them. One swapped in and not yet stepped is spared while there is
+        another. So the first in rank is in each such step, and nobody waits longer than those
+        before it take. What is in an open step stays, and so does what is pinned: one that finds
+        no room beside the pins, whoever else goes, is itself the first to go. A row that can never
+        fit makes nobody go. Where that is not enough, or the host tier is full and `how` is "swap",
+        what can be done is done, and the step's `left_out` tells the rest. An event "make_room" and
+        a debug line of the log tell who went, and how.
         """
         budget = _optional("max_tokens", max_tokens)
         reserve = integer("reserve_blocks", reserve_blocks, low=0, high=MAX_PRIORITY)
@@ -305,18 +308,8 @@ class Manager:
             records = self._runtime.records(seqs)
             self._check_idle(records)
             limits = None if num_tokens is None else self._row_limits(records, num_tokens)
-            by_id = None
-            if limits is not None:
-                by_id = {s.id: int(n) for s, n in zip(seqs, limits, strict=True)}
-
-            def fits(todo: list[Sequence]) -> str:
-                rows = np.array([seq._record for seq in todo], np.int32)
-                each = None if by_id is None else np.array([by_id[s.id] for s in todo], np.int32)
-                return self._runtime.ledger.fits(
-                    rows, num_tokens=each, max_tokens=budget, reserve=reserve
-                )
-
-            return self._swapper.make_room(list(seqs), how, fits)
+            room = Room(self._runtime.ledger, seqs, limits, budget, reserve)
+            return self._swapper.make_room(list(seqs), how, room)
 
     def evict(self, num_blocks: int, tier: str = "device") -> int:
         """Evict up to `num_blocks` cached blocks of a tier, oldest first; returns how many."""

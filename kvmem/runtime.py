@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmem import refusals
 from kvmem.config import Config
-from kvmem.errors import ManagerClosed, OutOfBlocks, PinError, SequenceTooLong, UnknownSequence
+from kvmem.errors import ManagerClosed, UnknownSequence
 from kvmem.events import EventLog
 from kvmem.extras import ExtraKeys
 from kvmem.fork import ForkGuard
 from kvmem.ledger import Ledger, Refusal
-from kvmem.ledger import decide as codes
 from kvmem.ledger.state import DEVICE, HOST
 from kvmem.recovery import Losses
 from kvmem.sequence import Sequence
@@ -59,6 +59,7 @@ class Runtime:
         self.abandoned: deque[int] = deque()  # epochs of steps dropped without an end
         self.dropped: deque[int] = deque()  # records whose handle was dropped without free
         self.unpinned: deque[Ids] = deque()  # blocks of Pins dropped without release
+        self.pins: weakref.WeakSet[object] = weakref.WeakSet()  # live Pins
         self.closed = False
         self.fork = ForkGuard()
         self.last_list: list[Sequence] = []  # that `records` saw last; replaced, never written
@@ -182,72 +183,9 @@ class Runtime:
 
     # --- errors ---------------------------------------------------------------------------------
 
-    def counts(self, tier: int) -> dict[str, int]:
-        """Blocks of a tier as an OutOfBlocks carries them."""
-        state = self.ledger.state
-        pool = state.pools[tier]
-        pinned = int(np.count_nonzero(state.blocks["num_pins"])) if tier == DEVICE else 0
-        return {
-            "free": int(pool["num_free"]),
-            "evictable": int(pool["num_evictable"]),
-            "pinned": pinned,
-        }
-
-    def out_of_blocks(self, tier: int, refusal: Refusal, act: str, advice: str) -> OutOfBlocks:
-        """The error for a shortage, with what is there and what would help."""
-        self.events.refusals[tier] += 1
-        counts = self.counts(tier)
-        total = int(self.ledger.state.pools["num_frames"][tier])
-        detail = ", ".join(f"{value} {key}" for key, value in counts.items())
-        holders = ("resident", "swapped")[tier]
-        return OutOfBlocks(
-            f"{act} needs {refusal.needed} blocks of the {TIERS[tier]} tier, {refusal.available} "
-            f"are left for it; of {total} there: {detail}, the rest is held by {holders} "
-            f"sequences; {advice}",
-            tier=TIERS[tier],
-            needed=refusal.needed,
-            **counts,
-        )
-
     def explain(self, refusal: Refusal, seqs: list[Sequence], act: str) -> Exception:
         """A refusal of the ledger as the exception a user can act on."""
-        row = f"{act}: row {refusal.row}"
-        code = refusal.code
-        if code == codes.NO_DEVICE_ROOM:
-            return self.out_of_blocks(
-                DEVICE,
-                refusal,
-                row if act == "step" else act,
-                "free or swap out others (make_room), pass fit='some', or raise device_blocks",
-            )
-        if code == codes.NO_HOST_ROOM:
-            return self.out_of_blocks(
-                HOST,
-                refusal,
-                act,
-                "use how='recompute' or 'auto', free sequences, or raise host_blocks",
-            )
-        if code == codes.TOO_LONG:
-            seq = seqs[refusal.row]
-            total = int(self.ledger.state.pools["num_frames"][DEVICE])
-            return SequenceTooLong(
-                f"{row}, sequence {seq.id}: {seq.num_tokens} tokens need "
-                f"{self.ledger.blocks_for(seq.num_tokens)} blocks (and those reserved), the device "
-                f"tier has {total}; "
-                f"truncate it or raise device_blocks"
-            )
-        if code == codes.IN_STEP:
-            return RuntimeError(f"{row} is in an open step; end the step first")
-        if code == codes.DRAFTS_PENDING:
-            return ValueError(f"{row}: it has unaccepted drafts; call accept() first")
-        if code == codes.TOO_MANY_PINS:
-            return PinError("pin: a block has 32767 pins; release some")
-        if code == codes.TOO_MANY_ACCEPTED:
-            return ValueError(
-                f"num_accepted[{refusal.row}] is more than the {refusal.available} drafts; "
-                f"allowed: 0 to {refusal.available}"
-            )
-        raise AssertionError(f"unknown code {code}")
+        return refusals.explain(self, refusal, seqs, act)
 
 
 class Entered:

@@ -7,16 +7,17 @@ mid-flight is safe (R3, R6).
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvmem.checks import choice
 from kvmem.errors import OutOfBlocks, TierError
-from kvmem.ledger import Refusal
+from kvmem.ledger import Ledger, Refusal
 from kvmem.ledger import decide as codes
 from kvmem.ledger.state import DEVICE, HOST, RESIDENT, SWAPPED
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from kvmem.sequence import Sequence
 
 HOW = ("swap", "recompute", "auto")
-Fits = Callable[[list["Sequence"]], str]
+log = logging.getLogger(__name__)
 
 
 class Transfer:
@@ -80,6 +81,45 @@ class Transfer:
         return f"<Transfer {self.num_blocks} blocks {'done' if self.done else 'in flight'}>"
 
 
+class Room:
+    """A step to be planned over `seqs`, and what it would find on the device (R7)."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        seqs: list[Sequence],
+        limits: Ids | None,
+        max_tokens: int | None,
+        reserve: int,
+    ) -> None:
+        self._ledger = ledger
+        self._limits = None
+        if limits is not None:
+            self._limits = {seq.id: int(n) for seq, n in zip(seqs, limits, strict=True)}
+        self._max_tokens = max_tokens
+        self._reserve = reserve
+
+    def fits(self, seqs: list[Sequence]) -> str:
+        """Whether a step over these would fit: "yes", "later" or "never"."""
+        rows, limits = self._rows(seqs)
+        return self._ledger.fits(
+            rows, num_tokens=limits, max_tokens=self._max_tokens, reserve=self._reserve
+        )
+
+    def lacking(self, seqs: list[Sequence]) -> int:
+        """The device blocks that are missing for a step over these."""
+        rows, limits = self._rows(seqs)
+        return self._ledger.lacking(
+            rows, num_tokens=limits, max_tokens=self._max_tokens, reserve=self._reserve
+        )
+
+    def _rows(self, seqs: list[Sequence]) -> tuple[Ids, Ids | None]:
+        rows = np.array([seq._record for seq in seqs], np.int32)
+        if self._limits is None:
+            return rows, None
+        return rows, np.array([self._limits[seq.id] for seq in seqs], np.int32)
+
+
 class Swapper:
     """Swap, prefetch and victims. Each method is called with the Manager's lock held."""
 
@@ -125,15 +165,18 @@ class Swapper:
             transfer = _joined(transfer, one)
         return transfer
 
-    def make_room(self, seqs: list[Sequence], how: str, fits: Fits) -> list[Sequence]:
-        """See Manager.make_room; `fits` asks whether a step over a list would."""
+    def make_room(self, seqs: list[Sequence], how: str, room: Room) -> list[Sequence]:
+        """See Manager.make_room."""
         choice("how", how, HOW)
         todo = sorted(seqs, key=_rank)
-        victims: list[Sequence] = []
-        if fits(todo) == "never":
-            todo = [seq for seq in todo if fits([seq]) != "never"]
-        while todo and fits(todo) != "yes":
-            worst = self._worst(todo)
+        victims: dict[Sequence, str] = {}  # and what became of each
+        stuck: dict[Sequence, str] = {}  # how="swap": no host room for these, and why
+        if room.fits(todo) == "never":
+            todo = [seq for seq in todo if room.fits([seq]) != "never"]
+        blocked = self._take_blocked(todo, room)
+        best = todo[0] if todo else None
+        while todo and room.fits(todo) != "yes":
+            worst = self._worst(todo, blocked, stuck)
             if worst is None:
                 break
             if worst in todo:
@@ -141,28 +184,68 @@ class Swapper:
             if worst.state == "RESIDENT":
                 try:
                     self.swap_out([worst], how)
-                except (OutOfBlocks, TierError):  # how="swap" and no room there: R8 for the rest
-                    break
-                victims.append(worst)
-        return victims
+                except (OutOfBlocks, TierError) as error:  # a smaller one may still find room
+                    stuck[worst] = str(error)
+                else:
+                    victims[worst] = "swap" if worst.state == "SWAPPED" else "recompute"
+        self._tell_room(best, room.fits(todo) == "yes", victims, stuck)
+        return list(victims)
 
-    def _worst(self, todo: list[Sequence]) -> Sequence | None:
-        """Who goes next: lowest priority, then latest come, of the RESIDENT sequences and of
-        `todo`, but never the best of `todo`, nobody before it and no one in an open step. One
-        swapped in and not stepped since is spared while there is another (else two of them could
-        keep each other from their step for ever, R9)."""
+    def _take_blocked(self, todo: list[Sequence], room: Room) -> set[Sequence]:
+        """Take those out of `todo` whom pins keep from their step, whoever else goes, as far as
+        they are the best: they would have all others go in vain, and wait for them. O(blocks) for
+        each, nothing without pins."""
+        ledger, blocked = self._runtime.ledger, set()
+        blocks = ledger.state.blocks
+        while todo and len(self._runtime.pins) and room.fits(todo[:1]) != "yes":
+            record = todo[0]._record
+            may_go = (blocks["num_resident"] > 0) & (blocks["num_pins"] == 0)
+            may_go[ledger.table_of(record)] = may_go[ledger.look_up(record)] = False
+            if room.lacking(todo[:1]) <= np.count_nonzero(may_go):
+                break
+            blocked.add(todo.pop(0))
+        return blocked
+
+    def _tell_room(
+        self,
+        best: Sequence | None,
+        fits: bool,
+        victims: dict[Sequence, str],
+        stuck: dict[Sequence, str],
+    ) -> None:
+        """Say what `make_room` did: an event, and a line in the log."""
+        if victims:
+            ids = tuple(seq.id for seq in victims)
+            self._runtime.events.add("make_room", ids, how=tuple(victims.values()))
+        if best is not None and (victims or not fits) and log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "make_room for sequence %d: %s; %s%s",
+                best.id,
+                ", ".join(f"{seq.id} ({how})" for seq, how in victims.items()) or "nobody went",
+                "it fits" if fits else "it does not fit",
+                "".join(f"; {seq.id} stays: {why}" for seq, why in stuck.items()),
+            )
+
+    def _worst(
+        self, todo: list[Sequence], blocked: set[Sequence], stuck: Collection[Sequence]
+    ) -> Sequence | None:
+        """Who goes next: those `blocked`, then lowest priority, then latest come, of the RESIDENT
+        sequences and of `todo`, but never the best of `todo`, nobody before it, no one in an open
+        step and none of those `stuck`. One swapped in and not stepped since is spared while there
+        is another (else two of them could keep each other from their step for ever, R9)."""
         state = self._runtime.ledger.state.sequences
         best = _rank(todo[0])
         waiting = {seq.id for seq in todo}
-        candidates: list[tuple[bool, tuple[int, int], Sequence]] = []
+        candidates: list[tuple[bool, bool, tuple[int, int], Sequence]] = []
         for seq in list(self._runtime.handles.values()):
-            record = seq._record
+            record, rank = seq._record, _rank(seq)
             resident = bool(state["state"][record] == RESIDENT)
-            if state["step"][record] or _rank(seq) <= best or not (resident or seq.id in waiting):
+            if state["step"][record] or not (resident or seq.id in waiting) or seq in stuck:
                 continue
-            fresh = resident and bool(state["fresh"][record])
-            candidates.append((not fresh, _rank(seq), seq))
-        return max(candidates, key=lambda one: one[:2], default=(True, best, None))[2]
+            if rank > best or seq in blocked:
+                fresh = resident and bool(state["fresh"][record])
+                candidates.append((seq in blocked, not fresh, rank, seq))
+        return max(candidates, key=lambda one: one[:3], default=(True, True, best, None))[3]
 
     def _refuse_open(self, records: Ids, seqs: list[Sequence]) -> None:
         """Raise for the first sequence in an open step."""

@@ -158,6 +158,16 @@ class Driver:
             step.write(layer, torch.from_numpy(key), torch.from_numpy(value))
             self._attend(step, layer, stamps, starts)
 
+    def write(self, step: kvmem.Step) -> None:
+        """A body without attention, whose result would be waited for: only the stamps go in."""
+        starts, lengths = step.query_start.tolist(), step.seq_lens.tolist()
+        digests: list[bytes] = []
+        for i, (seq, length) in enumerate(zip(step.seqs, lengths, strict=True)):
+            digests += self.stamps(seq)[length - (starts[i + 1] - starts[i]) : length]
+        for layer in range(self.config.num_layers):
+            key, value = self.rows(digests, layer)
+            step.write(layer, torch.from_numpy(key), torch.from_numpy(value))
+
     def _attend(
         self, step: kvmem.Step, layer: int, stamps: list[list[bytes]], starts: list[int]
     ) -> None:

@@ -2,9 +2,9 @@
 
 Numbered as in the list of cases that this project keeps. Those of the kernels alone are in
 tests/cuda_kernels and test_ops.py: 3 (overlapping block copies), 63 and 65 (ALiBi, head sizes), 67
-(NaN in unused slots), 69 (table bounds), 71 (offsets past 2**31), 73 (features refused). Cases that
-need streams to stand still hold the copy streams of the CPU device; the calling thread is its
-compute stream.
+(NaN in unused slots), 69 (table bounds), 71 (offsets past 2**31), 73 (features refused); 13 is in
+test_threads.py. Cases that need streams to stand still hold the copy streams of the CPU device; the
+calling thread is its compute stream. tests/sim/test_cases.py has those again where compute is late.
 """
 
 from __future__ import annotations

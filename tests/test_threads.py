@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import kvmem
+from kvmem.sim_options import MODES
 from tests.driver import Driver
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,8 +51,15 @@ def watcher(d: Driver, done: threading.Event) -> None:
         d.manager.evict(1)
 
 
-def together(seed: int, rounds: int = 60) -> None:
-    """Two engines and a watcher on one Manager; raises what any of them raised."""
+def poller(d: Driver, done: threading.Event) -> None:
+    """An engine's thread that does nothing but note which transfers have ended."""
+    while not done.wait(0.0005):
+        d.manager.poll()
+
+
+def together(seed: int, rounds: int = 60, **settings: object) -> None:
+    """Two engines, a watcher and a thread that polls on one Manager; raises what any of them
+    raised."""
     errors: list[BaseException] = []
     done = threading.Event()
 
@@ -61,21 +69,26 @@ def together(seed: int, rounds: int = 60) -> None:
         except BaseException as error:
             errors.append(error)
 
-    with Driver(device_blocks=12, host_blocks=12) as d:
+    with Driver(device_blocks=12, host_blocks=12, **settings) as d:
         engine(d, seed + 2, 4)  # compiles, if need be: no thread shall wait for that
         second = d.beside()
         threads = [
             threading.Thread(target=guarded, args=(engine, d, seed, rounds)),
             threading.Thread(target=guarded, args=(engine, second, seed + 1, rounds)),
         ]
-        watch = threading.Thread(target=guarded, args=(watcher, d, done))
-        for thread in [*threads, watch]:
+        beside = [
+            threading.Thread(target=guarded, args=(function, d, done))
+            for function in (watcher, poller)
+        ]
+        for thread in [*threads, *beside]:
             thread.start()
         for thread in threads:
             thread.join(200)
             assert not thread.is_alive(), "a thread hangs"
         done.set()
-        watch.join(60)
+        for thread in beside:
+            thread.join(60)
+            assert not thread.is_alive(), "a thread hangs"
         d.live += second.live
         if errors:
             raise errors[0]
@@ -83,6 +96,12 @@ def together(seed: int, rounds: int = 60) -> None:
 
 def test_two_engines_and_a_watcher_on_one_manager(seed: int) -> None:
     together(seed)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_engines_and_a_watcher_on_a_simulated_device(mode: str, seed: int) -> None:
+    """Whichever thread comes next is the one in whose call the streams go on."""
+    together(seed, 20, device="sim", sim=kvmem.SimOptions(mode=mode, seed=seed))
 
 
 def test_one_lock_serialises_the_same_sequence() -> None:
@@ -243,3 +262,24 @@ def test_the_workqueue_threading_layer(seed: int) -> None:
         NUMBA_THREADING_LAYER="workqueue",
     )
     assert out == "workqueue\n"
+
+
+def test_case_13_hits_do_not_hang_on_the_hash_seed_of_a_process() -> None:
+    """There are no keys outside a process in this version: blocks are found by their tokens, and
+    None is another namespace than an empty name."""
+    body = """
+from tests.driver import Driver, tokens_of
+
+with Driver(device_blocks=32) as d:
+    names = (None, "", b"", "salt", b"salt")
+    for i, name in enumerate(names):
+        before = [d.manager.match(tokens_of(20), namespace=n).num_tokens for n in names]
+        seq = d.create(tokens_of(20), namespace=name)
+        print(i, before, seq.num_cached, d.step([seq]).num_tokens)
+"""
+    outs = {run(body, PYTHONHASHSEED=number) for number in ("0", "4711")}
+    print(*outs)
+    assert len(outs) == 1
+    first = next(iter(outs)).splitlines()
+    assert first[0] == "0 [0, 0, 0, 0, 0] 0 20"
+    assert first[1].startswith("1 [20, 0,")

@@ -21,22 +21,8 @@ from .growth import GrowingState, span_capacity
 from .losses import Loss, let_go
 from .raising import Refusal, refuse
 from .sealed import plan_of
-from .state import (
-    DEVICE,
-    FREED,
-    GROUP,
-    NO_SEQUENCE,
-    RESIDENT,
-    SWAPPED,
-    make_state,
-)
-from .step_arrays import (
-    HAS_PLAN,
-    IS_FILLED,
-    NUM_TOKENS,
-    REPORT_LENGTH,
-    StepArrays,
-)
+from .state import DEVICE, FREED, GROUP, NO_SEQUENCE, RESIDENT, SWAPPED, make_state
+from .step_arrays import HAS_PLAN, IS_FILLED, NUM_TOKENS, REPORT_LENGTH, StepArrays
 from .verify import verify
 
 Ids = NDArray[np.int32]
@@ -240,7 +226,15 @@ class Ledger(GrowingState):
         )
         if code:
             self._spare.appendleft(arrays)
-            raise refuse(self.state, code)
+            refusal = refuse(self.state, code)
+            short = self.lacking(
+                seqs, num_tokens=num_tokens, max_tokens=max_tokens, reserve=reserve
+            )
+            if code == decide.TOO_LONG:
+                longest = self.blocks_for(int(self.state.sequences["num_tokens"][seqs].max()))
+                short = max(short, longest + reserve - int(self.state.pools["num_frames"][DEVICE]))
+            refusal.short = short
+            raise refusal
         report = arrays.whole.report.tolist()
         if not report[IS_FILLED]:
             arrays.make_longer(report[NUM_TOKENS])
@@ -251,6 +245,22 @@ class Ledger(GrowingState):
         plan = self._sealed(report, arrays.epoch - 1) if report[HAS_PLAN] else arrays.plan
         plan.step_epoch = arrays.epoch
         return plan, arrays
+
+    def lacking(
+        self, seqs: Ids, *, num_tokens: Ids | None, max_tokens: int | None, reserve: int
+    ) -> int:
+        """Device blocks that a step over all these rows lacks, as `decide` counts them (R7)."""
+        pool, ledger = self.state.pools[DEVICE], self.state.ledger[0]
+        old = int(pool["num_free"]), int(pool["num_frames"])
+        pool["num_free"] = pool["num_frames"] = 1 << 29
+        try:
+            self._decide(
+                self._asking, seqs, num_tokens, max_tokens, reserve, need_all=True, act=False
+            )
+        finally:
+            pool["num_free"], pool["num_frames"] = old
+        taken = int(ledger["num_needed"]) + int(ledger["num_reclaimed"]) + reserve
+        return taken - old[0] - int(pool["num_evictable"])
 
     def end_step(self, epoch: int, *, commit: bool) -> Plan:
         """End an open step: count and publish, or put everything back (a spoiled one always)."""

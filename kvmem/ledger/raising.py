@@ -19,20 +19,18 @@ REASONS = {
 
 @dataclass
 class Refusal(Exception):
-    """A batch operation refused and changed nothing. `row` is the index in the call's list."""
+    """A batch operation refused and changed nothing. `row` is the index in the call's list,
+    `needed` and `available` were counted up to there, `short` is what the whole call lacks."""
 
     code: int
     row: int
     needed: int
     available: int
+    short: int = 0
 
 
 def refuse(state: State, code: int) -> Refusal:
     """The refusal for a code, with the detail the compiled function left."""
     ledger = state.ledger[0]
-    return Refusal(
-        code,
-        int(ledger["error_row"]),
-        int(ledger["error_needed"]),
-        int(ledger["error_available"]),
-    )
+    needed, available = int(ledger["error_needed"]), int(ledger["error_available"])
+    return Refusal(code, int(ledger["error_row"]), needed, available, needed - available)

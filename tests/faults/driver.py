@@ -205,6 +205,12 @@ class Driver(Steps):
         best = min(rank[s.id] for s in seqs)
         victims = [v.id for v in self.m.make_room(seqs, how=self.rng.choice(("auto", "recompute")))]
         require(not busy & set(victims), "a victim is in an open step")
+        kept = set()  # from their step by pins: the best of the list, who go first
+        for seq in sorted(seqs, key=lambda s: rank[s.id]) if self.pins else ():
+            if seq.state == "RESIDENT" or self.m.can_fit(seqs=[seq]) == "yes":
+                break
+            kept.add(seq.id)
+        victims = [v for v in victims if v not in kept]
         require(all(rank[v] > best for v in victims), "a victim ranks before the best of the list")
         order = [(v not in fresh, rank[v]) for v in victims]
         require(

@@ -214,8 +214,8 @@ def plan_copies_and_submit_none(original: Function, hit: Callable[[], None]) -> 
 def take_the_best_victim(original: Function, hit: Callable[[], None]) -> Function:
     """The sequence that came first goes first."""
 
-    def _worst(self: Any, todo: Any) -> Any:
-        right = original(self, todo)
+    def _worst(self: Any, todo: Any, *others: Any) -> Any:
+        right = original(self, todo, *others)
         state = self._runtime.ledger.state.sequences
         for seq in sorted(self._runtime.handles.values(), key=lambda q: q.id):
             if state["step"][seq._record] == 0 and state["state"][seq._record] == RESIDENT:
@@ -231,8 +231,8 @@ def take_the_best_victim(original: Function, hit: Callable[[], None]) -> Functio
 def no_victim_ever(original: Function, hit: Callable[[], None]) -> Function:
     """Both tiers nearly full, nobody gives way: work never ends."""
 
-    def _worst(self: Any, todo: Any) -> Any:
-        if original(self, todo) is not None:
+    def _worst(self: Any, todo: Any, *others: Any) -> Any:
+        if original(self, todo, *others) is not None:
             hit()
 
     return _worst

@@ -43,7 +43,7 @@ class Runtime:
             device_blocks=config.device_blocks,
             host_blocks=config.host_blocks,
             block_size=config.block_size,
-            write_back=config.tier_policy == "write_back",
+            tier_policy=config.tier_policy,
             record_fills=config.debug or (config.sim is not None and config.sim.poison),
         )
         self.extras = ExtraKeys()

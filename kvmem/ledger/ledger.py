@@ -48,7 +48,7 @@ class Ledger(GrowingState):
         device_blocks: int,
         host_blocks: int,
         block_size: int,
-        write_back: bool,
+        tier_policy: str,
         record_fills: bool = False,
         hash_seed: int | None = None,
     ) -> None:
@@ -57,7 +57,7 @@ class Ledger(GrowingState):
             device_blocks=device_blocks,
             host_blocks=host_blocks,
             block_size=block_size,
-            write_back=write_back,
+            tier_policy=tier_policy,
             record_fills=record_fills,
             hash_seed=secrets.randbits(128) if hash_seed is None else hash_seed,
         )

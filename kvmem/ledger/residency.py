@@ -17,7 +17,7 @@ import numpy as np
 from . import lru
 from .free_list import give_free, take_free
 from .jit import compiled
-from .state import BUSY, DEVICE, HOST, IN_DEVICE_LRU, IN_HOST_LRU, State
+from .state import BUSY, DEVICE, HOST, IN_DEVICE_LRU, IN_HOST_LRU, WRITE_BACK, State
 from .trie import remove_node
 
 
@@ -251,7 +251,7 @@ def evict_device(state: State) -> int:
         if state.blocks[b].bits & IN_HOST_LRU:  # as fresh as its device copy was
             lru.remove(state, HOST, state.blocks[b].host_frame)
             lru.append_newest(state, HOST, state.blocks[b].host_frame)
-    elif ledger.write_back or has_children(state, b):
+    elif ledger.tier_policy == WRITE_BACK or has_children(state, b):
         save_to_host(state, b)
     clean = is_clean(state, b)
     vacate_device(state, b)

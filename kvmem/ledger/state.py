@@ -29,6 +29,11 @@ WAITING = 1  # claims no blocks
 RESIDENT = 2  # each of its blocks has a device frame
 SWAPPED = 3  # its blocks may be anywhere, never lost
 
+# Tier policies: what becomes of cached blocks on their way out of the device.
+DROP = 0  # they go, unless the host tier caches their children (R4)
+WRITE_BACK = 1  # copied to the host tier when evicted
+TIER_POLICIES = {"none": DROP, "write_back": WRITE_BACK}
+
 # Bits of BLOCK.bits
 IN_DEVICE_LRU = 1  # its device frame is evictable
 IN_HOST_LRU = 2  # its host frame is evictable
@@ -57,7 +62,7 @@ LEDGER = np.dtype(
         ("out_opened", "i4"),  # 1: frames carry the id last_out + 1, so the plan must issue it
         ("num_groups", "i4"),
         ("block_size", "i4"),  # tokens
-        ("write_back", "i4"),  # 1: evicted cached blocks go to the host tier
+        ("tier_policy", "i4"),  # see TIER_POLICIES
         ("record_fills", "i4"),  # 1: vacated device frames are listed for poison (debug)
         ("block_free", "i4"),  # head of the free block ids, linked through BLOCK.node
         ("num_blocks_used", "i4"),
@@ -293,7 +298,7 @@ def make_state(
     device_blocks: int,
     host_blocks: int,
     block_size: int,
-    write_back: bool,
+    tier_policy: str,
     record_fills: bool,
     hash_seed: int,
 ) -> State:
@@ -304,7 +309,7 @@ def make_state(
     ledger = records(1, LEDGER)
     ledger["num_groups"] = 1
     ledger["block_size"] = block_size
-    ledger["write_back"] = write_back
+    ledger["tier_policy"] = TIER_POLICIES[tier_policy]
     ledger["record_fills"] = record_fills
     pools = records(NUM_TIERS, POOL)
     frames = records(sum(count + 1 for count in counts), FRAME)

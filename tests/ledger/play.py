@@ -34,7 +34,7 @@ class Play:
         host: int = 8,
         block: int = 4,
         *,
-        write_back: bool = True,
+        tier_policy: str = "write_back",
         fills: bool = False,
         hash_seed: int | None = 1,
     ) -> None:
@@ -42,7 +42,7 @@ class Play:
             device_blocks=device,
             host_blocks=host,
             block_size=block,
-            write_back=write_back,
+            tier_policy=tier_policy,
             record_fills=fills,
             hash_seed=hash_seed,
         )

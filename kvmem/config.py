@@ -38,8 +38,8 @@ _PLANNED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "fp8", "int8")
 DEVICES = ("cpu", "sim")
 _PLANNED_DEVICES = ("cuda",)
 
-TIER_POLICIES = ("write_back", "none")
-_PLANNED_TIER_POLICIES = ("write_through", "exclusive")
+TIER_POLICIES = ("write_back", "exclusive", "none")
+_PLANNED_TIER_POLICIES = ("write_through",)
 
 EVICTIONS = ("lru",)
 _PLANNED_EVICTIONS = ("lfu", "fifo", "s3fifo", "arc", "cost")
@@ -366,9 +366,9 @@ def _tier_policy(value: object, host_blocks: int) -> str:
     if value is None:
         return "write_back" if host_blocks else "none"
     policy = _policy("tier_policy", value, TIER_POLICIES, _PLANNED_TIER_POLICIES)
-    if policy == "write_back" and not host_blocks:
+    if policy != "none" and not host_blocks:
         raise ConfigError(
-            "tier_policy='write_back' needs a host tier: host_blocks (>= 1) or host_memory "
+            f"tier_policy={policy!r} needs a host tier: host_blocks (>= 1) or host_memory "
             "enables it; or say tier_policy='none'"
         )
     return policy

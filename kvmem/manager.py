@@ -323,7 +323,7 @@ class Manager:
         with self._runtime.entered():
             done, plan = self._runtime.ledger.evict(count, number)
             self._runtime.submit(plan)
-            self._runtime.events.add("evict", (), len(plan.out_device))
+            self._runtime.events.add("evict", (), plan.num_out)
             return done
 
     def poll(self) -> None:

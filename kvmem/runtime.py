@@ -145,6 +145,8 @@ class Runtime:
 
     def submit(self, plan: Plan) -> None:
         """Give a plan's copies to the store, in the ledger's order. Never waits."""
+        for earlier in plan.earlier:
+            self.store.submit(earlier)
         if plan.out_id or plan.in_id or plan.step_epoch:
             self.store.submit(plan)
 

@@ -277,7 +277,7 @@ class Step:
             if not failed:
                 runtime.submit(plan)
             kind = "step" if commit and not failed else "abort"
-            blocks = len(self._plan.out_device), len(self._plan.in_device)
+            blocks = self._plan.num_out, self._plan.num_in
             runtime.events.add(kind, self._ids, *blocks)
 
     def _missing_layers(self) -> list[int]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from .address import Addresses
 from .decide import IN_STEP, NO_DEVICE_ROOM, NO_HOST_ROOM, OK, count_block
 from .free_list import give_free
+from .issue import allow_for_rounds
 from .jit import compiled, entry_point
 from .residency import (
     arrive,
@@ -131,6 +132,7 @@ def swap_in(addresses: Addresses, seqs: Ids, need: NDArray[np.int64]) -> int:
         return NO_DEVICE_ROOM
     for i in range(seqs.shape[0]):
         make_resident(state, int(seqs[i]))
+    allow_for_rounds(state, int(need[0]))
     for i in range(seqs.shape[0]):
         sequence, table = state.sequences[seqs[i]], state.tables[seqs[i], GROUP]
         fence = arrive(state, int(table.start), int(table.num_blocks))

@@ -16,8 +16,19 @@ import numpy as np
 
 from . import lru
 from .free_list import give_free, take_free
+from .issue import issue_copies
 from .jit import compiled
-from .state import BUSY, DEVICE, HOST, IN_DEVICE_LRU, IN_HOST_LRU, WRITE_BACK, State
+from .state import (
+    BUSY,
+    DEVICE,
+    DROP,
+    EXCLUSIVE,
+    HOST,
+    IN_DEVICE_LRU,
+    IN_HOST_LRU,
+    MAX_ROUNDS,
+    State,
+)
 from .trie import remove_node
 
 
@@ -57,7 +68,9 @@ def settle_lists(state: State, b: int) -> None:
         leave_list(state, b, IN_DEVICE_LRU)
     unowned = block.ref_count == block.num_resident  # no SWAPPED table relies on the host copy
     if block.host_frame != 0 and unowned and not block.bits & BUSY:
-        if not block.bits & IN_HOST_LRU:
+        if block.device_frame != 0 and state.ledger[0].tier_policy == EXCLUSIVE:
+            give_free(state, HOST, vacate_host(state, b))  # it lives in one tier
+        elif not block.bits & IN_HOST_LRU:
             block.bits |= IN_HOST_LRU
             lru.append_newest(state, HOST, block.host_frame)
     else:
@@ -198,9 +211,38 @@ def evict_host(state: State) -> int:
 
 
 @compiled
+def release_busy(state: State) -> None:
+    """Let go of the host frames that the round's copies in read. O(copies in)."""
+    for i in range(state.ledger[0].in_begin, state.ledger[0].num_in):
+        b = int(state.frames[host_at(state, state.in_list[i, 0])].block)
+        state.blocks[b].bits &= ~BUSY
+        settle_lists(state, b)
+
+
+@compiled
+def begin_round(state: State) -> None:
+    """Issue the plan's copies so far, so that the host frames of what was copied in can be taken by
+    what goes out next (issue.py). O(copies of the round)."""
+    ledger = state.ledger[0]
+    if ledger.num_rounds == MAX_ROUNDS:
+        return
+    release_busy(state)
+    issue_copies(state, state.rounds[ledger.num_rounds])
+    ledger.num_rounds += 1
+
+
+@compiled
 def take_host_frame(state: State) -> int:
-    """A host frame: free, else the oldest cached copy goes; 0 when all are owned. O(1)."""
+    """A host frame: free, else the oldest cached copy goes; 0 when all are owned. Under exclusive
+    what the plan copied in so far gives up its host frames first. O(1), a new round O(its copies).
+    """
+    ledger = state.ledger[0]
     h = take_free(state, HOST)
+    if h == 0 and ledger.may_evict > 0:
+        ledger.may_evict -= 1
+    elif h == 0 and ledger.tier_policy == EXCLUSIVE and ledger.num_in > ledger.in_begin:
+        begin_round(state)
+        h = take_free(state, HOST)
     if h:
         return h
     return evict_host(state)
@@ -239,8 +281,8 @@ def evict_device(state: State) -> int:
 
     A clean block only loses the frame. A dirty one is cached content (a SWAPPED owner's is clean
     since `swap_out`): it is copied to the host tier, when a frame can be had there, under
-    write_back, and under every policy when the host tier still caches its children (R4); else it
-    is dropped. Its device frame is departing and handed on at once (design section 2).
+    every policy but "none", and under that when the host tier still caches its children (R4); else
+    it is dropped. Its device frame is departing and handed on at once (design section 2).
     """
     ledger = state.ledger[0]
     f = int(state.pools[DEVICE].oldest)
@@ -251,7 +293,7 @@ def evict_device(state: State) -> int:
         if state.blocks[b].bits & IN_HOST_LRU:  # as fresh as its device copy was
             lru.remove(state, HOST, state.blocks[b].host_frame)
             lru.append_newest(state, HOST, state.blocks[b].host_frame)
-    elif ledger.tier_policy == WRITE_BACK or has_children(state, b):
+    elif ledger.tier_policy != DROP or has_children(state, b):
         save_to_host(state, b)
     clean = is_clean(state, b)
     vacate_device(state, b)
@@ -304,8 +346,9 @@ def enter_residency(state: State, b: int) -> None:
     """Count one more RESIDENT table; a block without device frame guards its host copy. O(1)."""
     block = state.blocks[b]
     block.num_resident += 1
-    if block.device_frame == 0:
+    if block.device_frame == 0 and not block.bits & BUSY:
         block.bits |= BUSY
+        state.ledger[0].num_busy += 1
     settle_lists(state, b)
 
 
@@ -316,15 +359,6 @@ def leave_residency(state: State, b: int, epoch: int) -> None:
     block.num_resident -= 1
     frame = state.frames[device_at(state, block.device_frame)]
     frame.last_use = max(frame.last_use, epoch)
-
-
-@compiled
-def release_busy(state: State) -> None:
-    """Let go of the host frames that the plan's copies in read. O(copies in)."""
-    for i in range(state.ledger[0].num_in):
-        b = int(state.frames[host_at(state, state.in_list[i, 0])].block)
-        state.blocks[b].bits &= ~BUSY
-        settle_lists(state, b)
 
 
 @compiled

@@ -32,7 +32,8 @@ SWAPPED = 3  # its blocks may be anywhere, never lost
 # Tier policies: what becomes of cached blocks on their way out of the device.
 DROP = 0  # they go, unless the host tier caches their children (R4)
 WRITE_BACK = 1  # copied to the host tier when evicted
-TIER_POLICIES = {"none": DROP, "write_back": WRITE_BACK}
+EXCLUSIVE = 3  # likewise, and what is copied in gives up its host copy
+TIER_POLICIES = {"none": DROP, "write_back": WRITE_BACK, "exclusive": EXCLUSIVE}
 
 # Bits of BLOCK.bits
 IN_DEVICE_LRU = 1  # its device frame is evictable
@@ -53,6 +54,10 @@ LEDGER = np.dtype(
         ("num_in", "i4"),
         ("num_copies", "i4"),
         ("num_fills", "i4"),
+        ("in_begin", "i4"),  # rows of in_list that are issued already, in earlier rounds
+        ("num_rounds", "i4"),  # earlier rounds of the plan being made, see issue.py
+        ("num_busy", "i4"),  # blocks that the plan being made copies in
+        ("may_evict", "i4"),  # cached host copies it may evict before it begins another round
         ("out_after_step", "i8"),  # waits of the plan being made, see Plan
         ("out_after_in", "i8"),
         ("in_after_step", "i8"),
@@ -201,6 +206,8 @@ ROW = np.dtype(  # one sequence of a step, from decision to end
 
 SPAN_CLASS = np.dtype([("free_head", "i8")])  # -1 none; one per size class and kind of span
 NUM_SPAN_CLASSES = 40
+MAX_ROUNDS = 64  # of a plan, see issue.py
+COPIES = 9  # numbers that say what a round copies, see sealed.py
 LOOKAHEAD = 8  # blocks of a prompt whose lookups overlap
 
 
@@ -229,6 +236,7 @@ class State(NamedTuple):
     in_list: NDArray[np.int32]  # [rows, 3]: host frame, device frame, tokens
     copy_list: NDArray[np.int32]  # [rows, 3]: source, target, tokens
     fill_list: NDArray[np.int32]  # device frames vacated (debug)
+    rounds: NDArray[np.int64]  # [MAX_ROUNDS, COPIES]: earlier rounds of the plan being made
 
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
@@ -254,6 +262,7 @@ LAYOUT: Layout = {
     "in_list": (_INT32, 2),
     "copy_list": (_INT32, 2),
     "fill_list": (_INT32, 1),
+    "rounds": (_INT64, 2),
 }
 opened = opener(State, LAYOUT)
 
@@ -355,4 +364,5 @@ def make_state(
         in_list=np.zeros((64, 3), np.int32),
         copy_list=np.zeros((64, 3), np.int32),
         fill_list=np.zeros(fills, np.int32),
+        rounds=np.zeros((MAX_ROUNDS, COPIES), np.int64),
     )

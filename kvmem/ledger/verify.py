@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from .state import (
     BUSY,
     DEVICE,
+    EXCLUSIVE,
     GROUP,
     HOST,
     IN_DEVICE_LRU,
@@ -181,6 +182,7 @@ def check_blocks(state: State) -> None:
     require(len(free) + state.ledger["num_blocks_used"][0] == limit, "R1", "block ids are lost")
     block_size = int(state.ledger["block_size"][0])
     host = state.frames[int(state.pools["first"][HOST]) :]
+    exclusive = state.ledger["tier_policy"][0] == EXCLUSIVE
     for b in range(1, len(blocks)):
         block = blocks[b]
         require(int(block["bits"]) & (MARKED | BUSY) == 0, "R2", f"block {b} is left marked")
@@ -197,6 +199,7 @@ def check_blocks(state: State) -> None:
             require(copied <= block["num_tokens"], "R3", f"host copy of {b} claims {copied}")
             clean = copied == block["num_tokens"]
             lost = block["ref_count"] > block["num_resident"] or not block["device_frame"]
+            require(lost or not exclusive, "R2", f"block {b} is in both tiers under exclusive")
             require(clean or not lost, "R5", f"the only safe copy of block {b} is incomplete")
         else:
             swapped = block["ref_count"] > block["num_resident"]

@@ -71,3 +71,32 @@ def two_tier_hits(prompts: Prompts, device: int, host: int) -> int:
             upper.pop(i, None)
             upper[i] = None
     return hits
+
+
+def exclusive_hits(prompts: Prompts, device: int, host: int, rounds: int) -> int:
+    """Blocks served by two tiers of which only one ever holds a block. What comes in from a full
+    host tier trades places with what goes out, in so many rounds, each of which needs room to
+    begin with: what new blocks drive out anyway, else a share of what is read."""
+    upper: OrderedDict[int, None] = OrderedDict()
+    lower: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for ids in prompts:
+        run = leading(ids, upper, lower)
+        hits += run
+        read = [i for i in ids[:run] if i in lower]
+        room, free = device - len(upper), host - len(lower)
+        new = len(ids) - run
+        going = max(0, len(read) + new - room)
+        dropped = max(0, going - free)
+        if read:
+            dropped = min(dropped, max(0, new - room - free, -(-len(read) // rounds) - free))
+        for i in ids:
+            upper.pop(i, None)
+            lower.pop(i, None)
+        for _ in range(going):
+            lower[upper.popitem(last=False)[0]] = None
+        for _ in range(dropped):
+            lower.popitem(last=False)
+        for i in reversed(ids):
+            upper[i] = None
+    return hits

@@ -11,8 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvmem.ledger.state import MAX_ROUNDS
 from kvmem.traces import read_trace
-from tests.traces.lru import SAMPLES, WHOLE, Prompts, lru_hits, prompts_in, two_tier_hits
+from tests.traces.lru import (
+    SAMPLES,
+    WHOLE,
+    Prompts,
+    exclusive_hits,
+    lru_hits,
+    prompts_in,
+    two_tier_hits,
+)
 from tools.replay import Replayed, replay
 
 NAMES = ("conversation", "synthetic")
@@ -69,6 +78,18 @@ def test_lru_on_the_device_alone(name: str) -> None:
         assert round(counted.hit_rate, 2) == expected, blocks
 
 
+# Sizes of the two tiers; the sums are capacities that the README of the traces has numbers for.
+SIZES = [(400, 600), (1000, 2000), (2000, 1000), (3000, 2859), (5000, 5000), (10000, 20000)]
+
+
+@pytest.mark.traces
+@pytest.mark.parametrize(("device", "host"), SIZES)
+@pytest.mark.parametrize("name", NAMES)
+def test_exclusive_is_lru_of_both_tiers_together(name: str, device: int, host: int) -> None:
+    counted = replay(whole(name), device_blocks=device, host_blocks=host, tier_policy="exclusive")
+    assert round(counted.hit_rate, 2) == PUBLISHED[name][device + host]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_lru_on_the_samples(name: str) -> None:
     prompts = sample(name)
@@ -85,11 +106,22 @@ def test_write_back_on_the_samples(name: str, device: int, host: int) -> None:
     assert counted.num_hits == two_tier_hits(prompts, device, host)
 
 
+@pytest.mark.parametrize(("device", "host"), [(300, 100), (400, 400), (400, 1000)])
+@pytest.mark.parametrize("name", NAMES)
+def test_exclusive_on_the_samples(name: str, device: int, host: int) -> None:
+    prompts = sample(name)
+    counted = replayed(prompts, device, host, "exclusive")
+    assert counted.num_hits == lru_hits(prompts, device + host)
+    assert counted.num_hits == exclusive_hits(prompts, device, host, MAX_ROUNDS)
+
+
 def test_drawn_prompts(seed: int) -> None:
     for i in range(10):
         prompts = drawn(seed + i)
         for device, host in ((12, 5), (12, 20), (20, 40)):
             assert replayed(prompts, device).num_hits == lru_hits(prompts, device)
+            counted = replayed(prompts, device, host, "exclusive")
+            assert counted.num_hits == exclusive_hits(prompts, device, host, MAX_ROUNDS)
             counted = replayed(prompts, device, host, "write_back")
             assert counted.num_hits == two_tier_hits(prompts, device, host)
 

@@ -327,9 +327,14 @@ class Manager:
             return done
 
     def poll(self) -> None:
-        """Note which transfers have ended. Never waits; each `step` does it too."""
+        """Note which transfers have ended. Never waits; each `step` does it too.
+
+        Like `step` it also queues copies of background cleaning, when the link is idle.
+        """
         with self._runtime.entered():
             self._runtime.poll()
+            if self._runtime.cleaner.is_on:
+                self._runtime.cleaner.run()
 
     # --- the prefix cache -----------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ submitted under the same lock hold that made it, so the store sees plans in the 
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import weakref
 from collections import deque
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmem.cleaner import Cleaner
 from kvmem.config import Config
 from kvmem.errors import ManagerClosed, OutOfBlocks, PinError, SequenceTooLong, UnknownSequence
 from kvmem.events import EventLog
@@ -37,6 +40,8 @@ class Runtime:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        for warning in config.plan().warnings:
+            logging.getLogger("kvmem").warning(warning)
         self.lock = threading.RLock()
         self.store = Store(config)
         self.ledger = Ledger(
@@ -44,8 +49,10 @@ class Runtime:
             host_blocks=config.host_blocks,
             block_size=config.block_size,
             tier_policy=config.tier_policy,
+            watermarks=_watermarks(config),
             record_fills=config.debug or (config.sim is not None and config.sim.poison),
         )
+        self.cleaner = Cleaner(self)
         self.extras = ExtraKeys()
         self.events = EventLog()
         self.live: dict[int, int] = {}  # id() of each live handle -> its record
@@ -218,6 +225,14 @@ class Runtime:
                 f"allowed: 0 to {refusal.available}"
             )
         raise AssertionError(f"unknown code {code}")
+
+
+def _watermarks(config: Config) -> tuple[int, int]:
+    """Frames of the device tier between which cleaning keeps what can be taken without a copy."""
+    if config.watermarks is None:
+        return (0, 0)
+    low, high = (math.ceil(share * config.device_blocks) for share in config.watermarks)
+    return low, high
 
 
 class Entered:

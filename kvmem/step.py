@@ -330,4 +330,6 @@ def plan_step(
         records, num_tokens=num_tokens, max_tokens=max_tokens, reserve=reserve, need_all=need_all
     )
     runtime.submit(plan)
+    if runtime.ledger.wants_cleaning:
+        runtime.cleaner.run()
     return Step(runtime, runtime.last_list, runtime.last_ids, plan, arrays)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from kvmem.ledger import Ledger
 from kvmem.traces import LAYOUTS, read_trace
 
+CLEANED_AT_ONCE = 1024  # blocks
 MAX_TOKEN = 2**31 - 1
 
 
@@ -73,9 +74,12 @@ def replay(
 
 
 def _let_copies_end(ledger: Ledger) -> None:
-    """All copies made so far are done."""
+    """All copies made so far are done, and then those that wait for a link with nothing to do."""
     counted = ledger.state.ledger[0]
     ledger.retire(int(counted["last_out"]), int(counted["last_in"]))
+    while ledger.wants_cleaning:
+        ledger.clean(CLEANED_AT_ONCE)
+        ledger.retire(int(counted["last_out"]), int(counted["last_in"]))
 
 
 def main(arguments: list[str] | None = None) -> None:

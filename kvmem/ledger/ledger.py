@@ -19,21 +19,8 @@ from . import decide, ops_sequences, ops_steps, ops_tiers
 from .growth import GrowingState, span_capacity
 from .raising import Refusal, refuse
 from .sealed import plan_of
-from .state import (
-    DEVICE,
-    GROUP,
-    NO_SEQUENCE,
-    RESIDENT,
-    SWAPPED,
-    make_state,
-)
-from .step_arrays import (
-    HAS_PLAN,
-    IS_FILLED,
-    NUM_TOKENS,
-    REPORT_LENGTH,
-    StepArrays,
-)
+from .state import DEVICE, GROUP, NO_SEQUENCE, RESIDENT, SWAPPED, make_state
+from .step_arrays import HAS_PLAN, IS_FILLED, NUM_TOKENS, REPORT_LENGTH, WANTS_CLEANING, StepArrays
 from .verify import verify
 
 Ids = NDArray[np.int32]
@@ -49,6 +36,7 @@ class Ledger(GrowingState):
         host_blocks: int,
         block_size: int,
         tier_policy: str,
+        watermarks: tuple[int, int] = (0, 0),
         record_fills: bool = False,
         hash_seed: int | None = None,
     ) -> None:
@@ -58,6 +46,7 @@ class Ledger(GrowingState):
             host_blocks=host_blocks,
             block_size=block_size,
             tier_policy=tier_policy,
+            watermarks=watermarks,
             record_fills=record_fills,
             hash_seed=secrets.randbits(128) if hash_seed is None else hash_seed,
         )
@@ -69,6 +58,7 @@ class Ledger(GrowingState):
         self._need = np.zeros(2, np.int64)
         self._report = np.zeros(REPORT_LENGTH, np.int64)
         self._retired = (0, 0)
+        self.wants_cleaning = False  # after the last plan: `clean` would find something
 
     # --- sequences ------------------------------------------------------------------------------
 
@@ -241,6 +231,7 @@ class Ledger(GrowingState):
             ops_steps.fill_step(self.addresses, arrays.addresses, len(seqs))
             report = arrays.whole.report.tolist()
         arrays.take(report, self.state.frame_table)
+        self.wants_cleaning = report[WANTS_CLEANING] != 0
         self.open_steps[arrays.epoch] = arrays
         plan = plan_of(self.state, report) if report[HAS_PLAN] else arrays.plan
         plan.step_epoch = arrays.epoch
@@ -321,6 +312,13 @@ class Ledger(GrowingState):
         count = ops_tiers.evict(self.addresses, most, tier)
         return int(count), self.seal()
 
+    def clean(self, max_blocks: int) -> Plan:
+        """Copy up to `max_blocks` blocks to the host tier ahead of their eviction, as the tier
+        policy has it. No block changes its state. O(max_blocks)."""
+        self._room_for_lists(max_blocks)
+        ops_tiers.clean(self.addresses, max_blocks)
+        return self.seal()
+
     def change_pins(self, blocks: Ids, change: int) -> Plan:
         """Pin blocks or unpin them. Raises Refusal when a block has too many pins."""
         if change > 0 and len(blocks) and self.state.blocks["num_pins"][blocks].max() >= 32767:
@@ -342,9 +340,15 @@ class Ledger(GrowingState):
 
     def seal(self) -> Plan:
         """The plan of the call just made; its ids are issued, its lists emptied."""
-        if not ops_steps.seal_plan(self.addresses, self._report):
-            return _NO_PLAN
-        return plan_of(self.state, self._report.tolist())
+        has_plan = ops_steps.seal_plan(self.addresses, self._report)
+        self.wants_cleaning = bool(self._report[WANTS_CLEANING])
+        return plan_of(self.state, self._report.tolist()) if has_plan else _NO_PLAN
+
+    @property
+    def issued(self) -> tuple[int, int]:
+        """The last out id and the last in id given to a plan."""
+        ledger = self.state.ledger
+        return int(ledger["last_out"][0]), int(ledger["last_in"][0])
 
     def retire(self, out_id: int, in_id: int) -> None:
         """Note that transfers up to these ids are done."""

@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 from .address import Addresses
 from .carry_out import carry_out, fill_rows
+from .cleaning import wants_cleaning
 from .decide import OK, PLANNED, clear_marks, decide, look_up
 from .decode import offer_decode, plan_decode
 from .finish import finish
 from .issue import issue_copies
 from .jit import compiled, entry_point
 from .state import COPIES, GROUP, Rows, State, opened
-from .step_arrays import HAS_PLAN, SEALED, Batch, opened_batch
+from .step_arrays import HAS_PLAN, SEALED, WANTS_CLEANING, Batch, opened_batch
 
 Ids = NDArray[np.int32]
 
@@ -150,6 +151,7 @@ def seal(state: State, report: NDArray[np.int64]) -> None:
     out[COPIES + 1] = ledger.step_after_out
     out[COPIES + 2] = ledger.num_copies
     out[COPIES + 3] = ledger.num_rounds
+    report[WANTS_CLEANING] = 1 if wants_cleaning(state) else 0
     report[HAS_PLAN] = (
         out[0] | out[4] | out[COPIES] | out[COPIES + 1] | out[COPIES + 2] | out[COPIES + 3]
     )

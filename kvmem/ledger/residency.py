@@ -27,6 +27,9 @@ from .state import (
     IN_DEVICE_LRU,
     IN_HOST_LRU,
     MAX_ROUNDS,
+    QUEUED,
+    SWEPT,
+    WRITE_THROUGH,
     State,
 )
 from .trie import remove_node
@@ -51,6 +54,9 @@ def leave_list(state: State, b: int, bit: int) -> None:
     if block.bits & bit:
         block.bits &= ~bit
         if bit == IN_DEVICE_LRU:
+            if block.bits & SWEPT:
+                lru.leave_swept(state, block.device_frame)
+                block.bits &= ~SWEPT
             lru.remove(state, DEVICE, block.device_frame)
         else:
             lru.remove(state, HOST, block.host_frame)
@@ -118,7 +124,7 @@ def forget_block(state: State, b: int) -> None:
     if block.node:
         remove_node(state, int(block.node))
     block.num_tokens = 0
-    block.bits = 0
+    block.bits &= QUEUED  # the ring still has its id
     block.node = ledger.block_free
     ledger.block_free = b
     ledger.num_blocks_used -= 1
@@ -283,17 +289,22 @@ def evict_device(state: State) -> int:
     since `swap_out`): it is copied to the host tier, when a frame can be had there, under
     every policy but "none", and under that when the host tier still caches its children (R4); else
     it is dropped. Its device frame is departing and handed on at once (design section 2).
+
+    What write-through cleaning has swept (cleaning.py) keeps its place in the host LRU. Where it is
+    dirty, newer copies have taken that place; saved as the newest it would be newer than its parent
+    (R4), so it is dropped.
     """
     ledger = state.ledger[0]
     f = int(state.pools[DEVICE].oldest)
     b = int(state.frames[device_at(state, f)].block)
+    in_place = ledger.tier_policy == WRITE_THROUGH and state.blocks[b].bits & SWEPT != 0
     ledger.evicted_device += 1
     if is_clean(state, b):
         ledger.evicted_clean += 1
-        if state.blocks[b].bits & IN_HOST_LRU:  # as fresh as its device copy was
+        if state.blocks[b].bits & IN_HOST_LRU and not in_place:  # as fresh as its device copy was
             lru.remove(state, HOST, state.blocks[b].host_frame)
             lru.append_newest(state, HOST, state.blocks[b].host_frame)
-    elif ledger.tier_policy != DROP or has_children(state, b):
+    elif (ledger.tier_policy != DROP and not in_place) or has_children(state, b):
         save_to_host(state, b)
     clean = is_clean(state, b)
     vacate_device(state, b)

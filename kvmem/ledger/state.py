@@ -32,14 +32,22 @@ SWAPPED = 3  # its blocks may be anywhere, never lost
 # Tier policies: what becomes of cached blocks on their way out of the device.
 DROP = 0  # they go, unless the host tier caches their children (R4)
 WRITE_BACK = 1  # copied to the host tier when evicted
-EXCLUSIVE = 3  # likewise, and what is copied in gives up its host copy
-TIER_POLICIES = {"none": DROP, "write_back": WRITE_BACK, "exclusive": EXCLUSIVE}
+WRITE_THROUGH = 2  # full blocks are copied while nothing else is, see cleaning.py
+EXCLUSIVE = 3  # as WRITE_BACK, and what is copied in gives up its host copy
+TIER_POLICIES = {
+    "none": DROP,
+    "write_back": WRITE_BACK,
+    "write_through": WRITE_THROUGH,
+    "exclusive": EXCLUSIVE,
+}
 
 # Bits of BLOCK.bits
 IN_DEVICE_LRU = 1  # its device frame is evictable
 IN_HOST_LRU = 2  # its host frame is evictable
 MARKED = 4  # counted by the plan being decided; clear between calls
 BUSY = 8  # its host frame is the source of a copy of the plan being made; clear between calls
+SWEPT = 16  # cleaning has passed it since it became evictable, see cleaning.py
+QUEUED = 32  # its id is in `to_clean`, perhaps since it was another block's
 
 LEDGER = np.dtype(
     [
@@ -57,6 +65,12 @@ LEDGER = np.dtype(
         ("in_begin", "i4"),  # rows of in_list that are issued already, in earlier rounds
         ("num_rounds", "i4"),  # earlier rounds of the plan being made, see issue.py
         ("num_busy", "i4"),  # blocks that the plan being made copies in
+        ("clean_low", "i4"),  # watermarks of the device tier, see cleaning.py; frames
+        ("clean_high", "i4"),
+        ("newest_swept", "i4"),  # device frame that ends the swept run of the LRU, 0 none
+        ("num_swept", "i4"),
+        ("queue_begin", "i4"),  # of `to_clean`
+        ("num_queued", "i4"),
         ("may_evict", "i4"),  # cached host copies it may evict before it begins another round
         ("out_after_step", "i8"),  # waits of the plan being made, see Plan
         ("out_after_in", "i8"),
@@ -95,6 +109,7 @@ LEDGER = np.dtype(
         ("clean_swap_outs", "i8"),  # blocks that swap_out found clean: nothing copied
         ("blocks_out", "i8"),  # blocks copied device to host
         ("blocks_in", "i8"),
+        ("blocks_cleaned", "i8"),  # of blocks_out: ahead of their eviction
         ("copied_on_write", "i8"),
         ("merged", "i8"),  # blocks replaced by an equal published block
         ("published", "i8"),
@@ -236,6 +251,7 @@ class State(NamedTuple):
     in_list: NDArray[np.int32]  # [rows, 3]: host frame, device frame, tokens
     copy_list: NDArray[np.int32]  # [rows, 3]: source, target, tokens
     fill_list: NDArray[np.int32]  # device frames vacated (debug)
+    to_clean: NDArray[np.int32]  # ring of block ids [as many as blocks]
     rounds: NDArray[np.int64]  # [MAX_ROUNDS, COPIES]: earlier rounds of the plan being made
 
 
@@ -262,6 +278,7 @@ LAYOUT: Layout = {
     "in_list": (_INT32, 2),
     "copy_list": (_INT32, 2),
     "fill_list": (_INT32, 1),
+    "to_clean": (_INT32, 1),
     "rounds": (_INT64, 2),
 }
 opened = opener(State, LAYOUT)
@@ -308,6 +325,7 @@ def make_state(
     host_blocks: int,
     block_size: int,
     tier_policy: str,
+    watermarks: tuple[int, int],
     record_fills: bool,
     hash_seed: int,
 ) -> State:
@@ -319,6 +337,7 @@ def make_state(
     ledger["num_groups"] = 1
     ledger["block_size"] = block_size
     ledger["tier_policy"] = TIER_POLICIES[tier_policy]
+    ledger["clean_low"], ledger["clean_high"] = watermarks
     ledger["record_fills"] = record_fills
     pools = records(NUM_TIERS, POOL)
     frames = records(sum(count + 1 for count in counts), FRAME)
@@ -364,5 +383,6 @@ def make_state(
         in_list=np.zeros((64, 3), np.int32),
         copy_list=np.zeros((64, 3), np.int32),
         fill_list=np.zeros(fills, np.int32),
+        to_clean=np.zeros(num_blocks, np.int32),
         rounds=np.zeros((MAX_ROUNDS, COPIES), np.int64),
     )

@@ -26,7 +26,8 @@ MAX_SEQ_LEN = 4
 EPOCH = 5
 IS_FILLED = 6  # 0: the arrays are too short for the tokens planned
 HAS_PLAN = 7  # 1: the numbers that `seal` wrote say more than the epoch
-SEALED = 8  # where these begin
+WANTS_CLEANING = 8  # 1: `clean` would find something to look at
+SEALED = 9  # where these begin
 REPORT_LENGTH = SEALED + COPIES + 4
 
 TABLE_MARK = np.dtype(  # what a row of the dense table was copied from

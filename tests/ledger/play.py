@@ -35,6 +35,7 @@ class Play:
         block: int = 4,
         *,
         tier_policy: str = "write_back",
+        watermarks: tuple[int, int] = (0, 0),
         fills: bool = False,
         hash_seed: int | None = 1,
     ) -> None:
@@ -43,6 +44,7 @@ class Play:
             host_blocks=host,
             block_size=block,
             tier_policy=tier_policy,
+            watermarks=watermarks,
             record_fills=fills,
             hash_seed=hash_seed,
         )
@@ -126,6 +128,11 @@ class Play:
         evicted = self.ledger.evict(num_blocks, tier)
         self.ledger.verify()
         return evicted
+
+    def clean(self, max_blocks: int) -> Plan:
+        plan = self.ledger.clean(max_blocks)
+        self.ledger.verify()
+        return plan
 
     def pin(self, *blocks: int, change: int = 1) -> Plan:
         plan = self.ledger.change_pins(ids(*blocks), change)

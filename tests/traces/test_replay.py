@@ -90,6 +90,18 @@ def test_exclusive_is_lru_of_both_tiers_together(name: str, device: int, host: i
     assert round(counted.hit_rate, 2) == PUBLISHED[name][device + host]
 
 
+@pytest.mark.traces
+@pytest.mark.parametrize(
+    ("device", "host"), [(1000, 3000), (3000, 1000), (3000, 5859), (5859, 5859), (3000, 10000)]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_write_through_is_lru_of_the_larger_tier(name: str, device: int, host: int) -> None:
+    counted = replay(
+        whole(name), device_blocks=device, host_blocks=host, tier_policy="write_through"
+    )
+    assert round(counted.hit_rate, 2) == PUBLISHED[name][max(device, host)]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_lru_on_the_samples(name: str) -> None:
     prompts = sample(name)
@@ -115,11 +127,21 @@ def test_exclusive_on_the_samples(name: str, device: int, host: int) -> None:
     assert counted.num_hits == exclusive_hits(prompts, device, host, MAX_ROUNDS)
 
 
+@pytest.mark.parametrize(("device", "host"), [(300, 100), (400, 400), (400, 1000)])
+@pytest.mark.parametrize("name", NAMES)
+def test_write_through_on_the_samples(name: str, device: int, host: int) -> None:
+    prompts = sample(name)
+    counted = replayed(prompts, device, host, "write_through")
+    assert counted.num_hits == lru_hits(prompts, max(device, host))
+
+
 def test_drawn_prompts(seed: int) -> None:
     for i in range(10):
         prompts = drawn(seed + i)
         for device, host in ((12, 5), (12, 20), (20, 40)):
             assert replayed(prompts, device).num_hits == lru_hits(prompts, device)
+            counted = replayed(prompts, device, host, "write_through")
+            assert counted.num_hits == lru_hits(prompts, max(device, host))
             counted = replayed(prompts, device, host, "exclusive")
             assert counted.num_hits == exclusive_hits(prompts, device, host, MAX_ROUNDS)
             counted = replayed(prompts, device, host, "write_back")

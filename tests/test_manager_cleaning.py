@@ -50,11 +50,11 @@ def test_nothing_is_cleaned_while_another_copy_is_on_the_way() -> None:
         d.step([first])
         settled(d)
         m._runtime.store.device.hold(Stream.OUT)
-        second = d.create(tokens_of(7, 100))
+        second = d.create(tokens_of(107, 100))
         d.step([second])
         m.swap_out([second])
         cleaned = m.stats().blocks_cleaned
-        third = d.create(tokens_of(4, 200))
+        third = d.create(tokens_of(204, 200))
         d.step([third])
         m.poll()
         assert m.stats().blocks_cleaned == cleaned

@@ -33,6 +33,10 @@ class Replayed:
 
     num_hits: int
     num_blocks: int  # of all prompts
+    blocks_out: int  # copied device to host
+    blocks_in: int
+    evicted_device: int  # that lost their device frame
+    evicted_clean: int  # of these, without a copy
 
     @property
     def hit_rate(self) -> float:
@@ -46,14 +50,19 @@ def replay(
     device_blocks: int,
     host_blocks: int = 0,
     tier_policy: str = "none",
+    watermarks: tuple[int, int] = (0, 0),
 ) -> Replayed:
-    """Replay prompts, each the hash ids of its blocks. Raises ValueError for one that is longer
-    than the device tier, or that holds an id of more than 31 bits. O(blocks)."""
+    """Replay prompts, each the hash ids of its blocks; `watermarks` in device blocks.
+
+    Raises ValueError for one that is longer than the device tier, or that holds an id of more than
+    31 bits. O(blocks).
+    """
     ledger = Ledger(
         device_blocks=device_blocks,
         host_blocks=host_blocks,
         block_size=1,
         tier_policy=tier_policy,
+        watermarks=watermarks,
         hash_seed=1,
     )
     for number, ids in enumerate(prompts):
@@ -69,8 +78,10 @@ def replay(
         ledger.end_step(arrays.epoch, commit=True)
         ledger.free(seqs)
         _let_copies_end(ledger)
-    counted = ledger.state.ledger[0]
-    return Replayed(int(counted["hit_tokens"]), int(counted["query_tokens"]))
+    names = (
+        "hit_tokens", "query_tokens", "blocks_out", "blocks_in", "evicted_device", "evicted_clean",
+    )  # fmt: skip
+    return Replayed(*(int(ledger.state.ledger[0][name]) for name in names))
 
 
 def _let_copies_end(ledger: Ledger) -> None:
@@ -98,6 +109,10 @@ def main(arguments: list[str] | None = None) -> None:
         tier_policy=asked.tier_policy,
     )
     print(f"{replayed.num_hits} hits of {replayed.num_blocks} blocks: {replayed.hit_rate:.2f} %")
+    print(
+        f"{replayed.blocks_out} blocks copied out, {replayed.blocks_in} in; "
+        f"{replayed.evicted_clean} of {replayed.evicted_device} evictions without a copy"
+    )
 
 
 if __name__ == "__main__":

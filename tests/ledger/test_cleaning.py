@@ -90,7 +90,7 @@ def test_the_host_list_follows_use(play: Play) -> None:
     play.free(play.made(first))
     play.clean(8)
     assert play.lru(HOST) == before[2:] + before[:2]
-    play.evict(4)
+    play.evict(2)
     assert play.lru(HOST) == before[2:] + before[:2], "leaving the device is no use"
 
 
@@ -103,8 +103,29 @@ def test_what_is_cached_on_the_device_is_on_the_host_too(play: Play) -> None:
 def test_a_copy_is_not_given_up_for_one_made_by_the_same_plan(make_play: Maker) -> None:
     play = make_play(4, 2, tier_policy="write_through")
     play.free(play.made([1] * 16))
-    plan = play.clean(8)
-    assert len(set(plan.out_host.tolist())) == len(plan.out_host) == 2
+    oldest = [play.b(b, "device_frame") for b in play.lru()]
+    assert play.clean(8).out_device.tolist() == oldest[:2]
+    assert play.clean(8).out_device.tolist() == oldest[2:]
+
+
+def test_a_swept_block_without_its_copy_is_not_saved_as_newer_than_its_parent(
+    make_play: Maker,
+) -> None:
+    play = make_play(6, 2, tier_policy="write_through")
+    play.free(play.made([1] * 8))
+    play.clean(8)
+    child, parent = play.lru()
+    s = play.made([2] * 8)
+    play.swap_out(s)
+    assert (play.b(child, "host_frame"), play.b(parent, "host_frame")) == (0, 0)
+    play.free(s)
+    play.free(play.made([1] * 4))
+    play.clean(8)
+    play.evict(1, HOST)
+    assert play.lru()[0] == child
+    assert play.b(parent, "host_frame")
+    play.evict(6)
+    assert play.found([1] * 8) == 1
 
 
 def test_what_swapped_sequences_own_is_not_given_up(make_play: Maker) -> None:

@@ -25,6 +25,7 @@ from kvmem.geometry import (
 from kvmem.sim_options import SimOptions
 from kvmem.size_plan import SizePlan
 from kvmem.sizes import SIZE_FORMS, parse_size, with_unit
+from kvmem.tier_policy import checked_policy, checked_watermarks, useless_host_tier
 
 MAX_LAYERS = 4096
 MAX_KV_HEADS = 4096
@@ -37,9 +38,6 @@ _PLANNED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "fp8", "int8")
 
 DEVICES = ("cpu", "sim")
 _PLANNED_DEVICES = ("cuda",)
-
-TIER_POLICIES = ("write_back", "none")
-_PLANNED_TIER_POLICIES = ("write_through", "exclusive")
 
 EVICTIONS = ("lru",)
 _PLANNED_EVICTIONS = ("lfu", "fifo", "s3fifo", "arc", "cost")
@@ -92,8 +90,14 @@ class Config:
     always hold numbers. The host tier is off (0) unless given.
 
     Policies: ``tier_policy`` "write_back" (evicted blocks go to the host tier; the default where
-    there is one) or "none"; ``eviction`` "lru"; ``zero_on_free`` "never"; ``sync=True`` runs each
-    transfer at once, ``debug=True`` poisons vacated frames, adds guards and checksums.
+    there is one), "write_through" (full blocks are copied there while no other copy is on the way,
+    so that eviction is free), "exclusive" (as "write_back", but what comes back gives up its host
+    copy) or "none"; ``watermarks=(low, high)``, shares of the device tier, lets "write_back" copy
+    ahead too; ``eviction`` "lru"; ``zero_on_free`` "never"; ``sync=True`` runs each transfer at
+    once, ``debug=True`` poisons vacated frames, adds guards and checksums.
+
+    Watermarks: when fewer than ``low`` of the device's blocks are free or saved already, the oldest
+    evictable ones are copied until ``high`` are. Off (None) unless given.
 
     Device "sim" is for tests: its streams run as ``sim`` (SimOptions) says, races raise RaceError.
 
@@ -113,6 +117,7 @@ class Config:
     layers: tuple[LayerSpec, ...] = field(repr=False)  # one a layer: long, and all equal
     window: int | None
     tier_policy: str
+    watermarks: tuple[float, float] | None
     eviction: str
     sync: bool
     debug: bool
@@ -136,6 +141,7 @@ class Config:
         layers: Sequence[LayerSpec] | None = None,
         window: int | None = None,
         tier_policy: str | None = None,
+        watermarks: tuple[float, float] | None = None,
         eviction: str = "lru",
         sync: bool = False,
         debug: bool = False,
@@ -165,7 +171,8 @@ class Config:
         self._set(sim=_sim(sim, self.device))
         self._set(device_blocks=self._blocks("device", 1, device_blocks, device_memory))
         self._set(host_blocks=self._blocks("host", 0, host_blocks, host_memory))
-        self._set(tier_policy=_tier_policy(tier_policy, self.host_blocks))
+        self._set(tier_policy=checked_policy(tier_policy, self.host_blocks))
+        self._set(watermarks=checked_watermarks(watermarks, self.tier_policy))
 
     def _set(self, **values: object) -> None:
         """Write fields of this frozen object; only the constructor does."""
@@ -237,6 +244,7 @@ class Config:
             host_tokens=self.host_blocks * self.block_size,
             host_bytes=frame.arena_bytes(self.host_blocks, debug=self.debug),
             metadata_bytes=metadata_bytes(self.device_blocks + self.host_blocks, self.block_size),
+            warnings=useless_host_tier(self.tier_policy, self.device_blocks, self.host_blocks),
         )
 
 
@@ -360,18 +368,6 @@ def _block_size(value: object) -> int:
         listed = ", ".join(str(x) for x in BLOCK_SIZES)
         raise ConfigError(f"block_size={shown(value)} must be a power of two: {listed} tokens")
     return size
-
-
-def _tier_policy(value: object, host_blocks: int) -> str:
-    if value is None:
-        return "write_back" if host_blocks else "none"
-    policy = _policy("tier_policy", value, TIER_POLICIES, _PLANNED_TIER_POLICIES)
-    if policy == "write_back" and not host_blocks:
-        raise ConfigError(
-            "tier_policy='write_back' needs a host tier: host_blocks (>= 1) or host_memory "
-            "enables it; or say tier_policy='none'"
-        )
-    return policy
 
 
 def _memory_bytes(name: str, value: object) -> int:

@@ -21,7 +21,7 @@ class Event:
 
     time: float  # seconds, monotonic clock
     kind: str  # "step", "abort", "swap_out", "swap_in", "prefetch", "recompute", "evict",
-    # "reset", "free", "make_room", "lost" (a copy failed)
+    # "reset", "free", "make_room", "clean", "lost" (a copy failed)
     sequence_ids: tuple[int, ...]
     blocks_out: int  # blocks copied device to host by the call
     blocks_in: int  # blocks copied host to device by the call

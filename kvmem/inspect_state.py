@@ -43,6 +43,7 @@ def stats(runtime: Runtime) -> Stats:
         swap_ins=led["swap_ins"],
         recomputes=led["recomputes"],
         blocks_out=led["blocks_out"],
+        blocks_cleaned=led["blocks_cleaned"],
         blocks_in=led["blocks_in"],
         bytes_out=led["blocks_out"] * frame_bytes,
         bytes_in=led["blocks_in"] * frame_bytes,

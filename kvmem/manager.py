@@ -318,18 +318,21 @@ class Manager:
         with self._runtime.entered():
             done, plan = self._runtime.ledger.evict(count, number)
             self._runtime.submit(plan)
-            self._runtime.events.add("evict", (), len(plan.out_device))
+            self._runtime.events.add("evict", (), plan.num_out)
             return done
 
     def poll(self) -> list[Sequence]:
         """Note which transfers have ended; each `step` does it too. Never waits.
 
         Returns the sequences whose K/V was taken by a copy that failed since the last call, mostly
-        none: `Sequence.lost_from` tells from which token on it is pending again.
+        none: `Sequence.lost_from` tells from which token on it is pending again. Like `step` it
+        also queues copies of background cleaning, when the link is idle.
         """
         with self._runtime.entered():
             runtime = self._runtime
             runtime.poll()
+            if runtime.cleaner.is_on:
+                runtime.cleaner.run()
             lost = set(runtime.losses.take())
             return [seq for seq in runtime.handles.values() if seq.id in lost] if lost else []
 

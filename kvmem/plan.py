@@ -60,3 +60,15 @@ class Plan:
     copy_source: Ids = field(default_factory=_none)  # copy-on-write, on the compute stream
     copy_target: Ids = field(default_factory=_none)
     copy_tokens: Ids = field(default_factory=_none)
+
+    earlier: tuple[Plan, ...] = ()  # copies in rounds, to be submitted before this plan, in order
+
+    @property
+    def num_out(self) -> int:
+        """Blocks copied device to host, in all rounds."""
+        return len(self.out_device) + sum(len(plan.out_device) for plan in self.earlier)
+
+    @property
+    def num_in(self) -> int:
+        """Blocks copied host to device, in all rounds."""
+        return len(self.in_device) + sum(len(plan.in_device) for plan in self.earlier)

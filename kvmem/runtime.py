@@ -7,6 +7,7 @@ submitted under the same lock hold that made it, so the store sees plans in the 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import weakref
 from collections import deque
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmem import refusals
+from kvmem.cleaner import Cleaner
 from kvmem.config import Config
 from kvmem.errors import ManagerClosed, UnknownSequence
 from kvmem.events import EventLog
@@ -41,17 +43,21 @@ class Runtime:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        for warning in config.plan().warnings:
+            logging.getLogger("kvmem").warning(warning)
         self.lock = threading.RLock()
         self.store = Store(config)
         self.ledger = Ledger(
             device_blocks=config.device_blocks,
             host_blocks=config.host_blocks,
             block_size=config.block_size,
-            write_back=config.tier_policy == "write_back",
+            tier_policy=config.tier_policy,
+            watermarks=_watermarks(config),
             record_fills=config.debug or (config.sim is not None and config.sim.poison),
         )
         self.failed = self.store.failed  # copies that failed and were not recovered from yet
         self.losses = Losses(self.ledger)
+        self.cleaner = Cleaner(self)
         self.extras = ExtraKeys()
         self.events = EventLog()
         self.live: dict[int, int] = {}  # id() of each live handle -> its record
@@ -178,6 +184,8 @@ class Runtime:
 
     def submit(self, plan: Plan) -> None:
         """Give a plan's copies to the store, in the ledger's order. Never waits."""
+        for earlier in plan.earlier:
+            self.store.submit(earlier)
         if plan.out_id or plan.in_id or plan.step_epoch:
             self.store.submit(plan)
 
@@ -186,6 +194,14 @@ class Runtime:
     def explain(self, refusal: Refusal, seqs: list[Sequence], act: str) -> Exception:
         """A refusal of the ledger as the exception a user can act on."""
         return refusals.explain(self, refusal, seqs, act)
+
+
+def _watermarks(config: Config) -> tuple[int, int]:
+    """Frames of the device tier between which cleaning keeps what can be taken without a copy."""
+    if config.watermarks is None:
+        return (0, 0)
+    low, high = (math.ceil(share * config.device_blocks) for share in config.watermarks)
+    return low, high
 
 
 class Entered:

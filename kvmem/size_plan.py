@@ -28,6 +28,7 @@ class SizePlan:
     host_tokens: int
     host_bytes: int
     metadata_bytes: int  # of the ledger, over the blocks of both tiers
+    warnings: tuple[str, ...] = ()  # sizes that make the host tier useless under the policy
 
     @property
     def bound(self) -> str:
@@ -56,7 +57,7 @@ class SizePlan:
             return total <= self.device_blocks
         return longest <= self.device_blocks and total <= self.host_blocks + longest
 
-    def to_dict(self) -> dict[str, int | str]:
+    def to_dict(self) -> dict[str, int | str | tuple[str, ...]]:
         """All sizes and the bound, ready for JSON."""
         return {**asdict(self), "bound": self.bound}
 
@@ -68,6 +69,7 @@ class SizePlan:
             ("host", _tier(self.host_blocks, self.host_tokens, self.host_bytes)),
             ("metadata", f"at most {with_unit(self.metadata_bytes)} beside the block tables"),
             ("bound", self.bound),
+            *(("warning", text) for text in self.warnings),
         ]
         return "\n".join(f"{name:<9} {text}" for name, text in rows)
 

@@ -39,6 +39,7 @@ class Stats:
     recomputes: int
     blocks_out: int  # blocks copied device to host (planned; `*_bytes` likewise)
     blocks_in: int
+    blocks_cleaned: int  # of blocks_out: copied ahead of their eviction
     bytes_out: int
     bytes_in: int
     clean_swap_outs: int  # blocks that swap_out found clean: nothing copied

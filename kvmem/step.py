@@ -293,7 +293,7 @@ class Step:
             plan = runtime.ledger.end_step(epoch, commit=commit)
             if not failed:
                 runtime.submit(plan)
-            blocks = len(self._plan.out_device), len(self._plan.in_device)
+            blocks = self._plan.num_out, self._plan.num_in
             runtime.events.add("step" if commit else "abort", self._ids, *blocks)
             return spoiled
 
@@ -347,4 +347,6 @@ def plan_step(
         records, num_tokens=num_tokens, max_tokens=max_tokens, reserve=reserve, need_all=need_all
     )
     runtime.submit(plan)
+    if runtime.ledger.wants_cleaning:
+        runtime.cleaner.run()
     return Step(runtime, runtime.last_list, runtime.last_ids, plan, arrays)

@@ -37,8 +37,10 @@ class Transfer:
         self._runtime = runtime
         self._out = plan.out_id if plan else 0
         self._in = plan.in_id if plan else 0
-        self._parts = [(HOST, self._out), (DEVICE, self._in)]  # (tier, id), joined ones too
-        self.num_blocks = len(plan.out_device) + len(plan.in_device) if plan else 0
+        rounds = (*plan.earlier, plan) if plan else ()
+        self._parts = [(HOST, part.out_id) for part in rounds]  # (tier, id), joined ones too
+        self._parts += [(DEVICE, part.in_id) for part in rounds]
+        self.num_blocks = plan.num_out + plan.num_in if plan else 0
 
     @property
     def done(self) -> bool:
@@ -278,7 +280,7 @@ class Swapper:
             raise runtime.explain(refusal, seqs, kind) from None
         runtime.submit(plan)
         ids = tuple(seq.id for seq in seqs)
-        runtime.events.add(kind, ids, len(plan.out_device), len(plan.in_device))
+        runtime.events.add(kind, ids, plan.num_out, plan.num_in)
         return Transfer(runtime, plan)
 
 

@@ -108,8 +108,20 @@ BAD = [
     ({"device": torch.device("cuda", 1)}, REFUSED, LATER + "'cpu'"),
     ({"device": "gpu"}, REFUSED, r"device='gpu' is unknown; known: 'cpu', 'sim', 'cuda'.*'cpu'"),
     ({"device": 0}, TypeError, r"device must be a str"),
-    ({"tier_policy": "write_through", "host_blocks": 4}, REFUSED, LATER + "'write_back', 'none'"),
-    ({"tier_policy": "exclusive", "host_blocks": 4}, REFUSED, LATER + "'write_back', 'none'"),
+    ({"tier_policy": "exclusive"}, REFUSED, r"'exclusive' needs a host tier"),
+    ({"tier_policy": "write_through"}, REFUSED, r"'write_through' needs a host tier"),
+    (
+        {"watermarks": 0.5, "host_blocks": 4},
+        TypeError,
+        r"watermarks is 0.5; allowed: None",
+    ),
+    ({"watermarks": (0.5,), "host_blocks": 4}, TypeError, r"watermarks is \(0.5,\); allowed"),
+    ({"watermarks": (0.1, True), "host_blocks": 4}, TypeError, r"True is no number"),
+    ({"watermarks": (0.5, 0.2), "host_blocks": 4}, REFUSED, r"out of range; .*low <= high <= 1"),
+    ({"watermarks": (0.0, 0.2), "host_blocks": 4}, REFUSED, r"out of range; .*0 < low"),
+    ({"watermarks": (0.1, 1.5), "host_blocks": 4}, REFUSED, r"out of range"),
+    ({"watermarks": (float("nan"), 1), "host_blocks": 4}, REFUSED, r"out of range"),
+    ({"watermarks": (0.1, 0.2)}, REFUSED, r"tier_policy is 'none': leave them out"),
     ({"tier_policy": "writeback", "host_blocks": 4}, REFUSED, r"did you mean 'write_back'"),
     ({"tier_policy": "write_back"}, REFUSED, r"needs a host tier: host_blocks.*host_memory"),
     ({"tier_policy": "write_back", "host_blocks": 0}, REFUSED, r"needs a host tier"),
@@ -313,3 +325,27 @@ def test_error_tree() -> None:
         assert str(error) == "a sentence's worth"  # KeyError alone would quote it
     room = kvmem.OutOfBlocks("m", tier="host", needed=3, free=1, evictable=2, pinned=4)
     assert (room.tier, room.needed, room.free, room.evictable, room.pinned) == ("host", 3, 1, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "device", "host", "what"),
+    [
+        ("write_through", 8, 8, "host_blocks=8 add nothing to device_blocks=8; give more than 8"),
+        ("write_through", 8, 9, ""),
+        ("write_back", 100, 4, "host_blocks=4 add less than 1/20 to device_blocks=100"),
+        ("exclusive", 100, 4, "host_blocks=4 add less than 1/20 to device_blocks=100"),
+        ("write_back", 100, 5, ""),
+        ("none", 100, 1, ""),  # asked for: the host tier serves swapping alone
+    ],
+)
+def test_sizes_that_make_the_host_tier_useless_are_told(
+    policy: str, device: int, host: int, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = config(device_blocks=device, host_blocks=host, tier_policy=policy)
+    plan = made.plan()
+    assert len(plan.warnings) == bool(what)
+    assert what in "".join(plan.warnings)
+    assert ("\nwarning   " in str(plan)) == bool(what)
+    with caplog.at_level("WARNING", logger="kvmem"), kvmem.Manager(made):
+        pass
+    assert [record.getMessage() for record in caplog.records] == list(plan.warnings)

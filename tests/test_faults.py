@@ -49,6 +49,11 @@ SETUPS = {
     "poison": Setup(device_blocks=5, host_blocks=8, block_size=4, debug=True, racing=True),
     "no host tier": Setup(host_blocks=0, racing=True),
     "no write back": Setup(tier_policy="none", racing=True),
+    "write through": Setup(tier_policy="write_through", host_blocks=12, racing=True),
+    "write through, small host": Setup(tier_policy="write_through", host_blocks=5, racing=True),
+    "cleaning": Setup(tier_policy="write_back", watermarks=(0.5, 0.8), racing=True),
+    "exclusive": Setup(tier_policy="exclusive", racing=True),
+    "exclusive, tight": Setup(device_blocks=6, host_blocks=5, tier_policy="exclusive", racing=True),
     "small host": Setup(device_blocks=12, host_blocks=2, debug=True, racing=True),
 }
 

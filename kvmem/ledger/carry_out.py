@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .decide import PLANNED, clear_marks, computed_after, stored_after, writes_shared
+from .issue import allow_for_rounds
 from .jit import compiled
 from .residency import (
     arrive,
@@ -164,6 +165,7 @@ def carry_out(state: State, rows: Rows, found: NDArray[np.int32]) -> int:
     for i in range(rows.shape[0]):
         if rows[i].reason == PLANNED:
             take_hold(state, rows[i : i + 1], found, int(ledger.epoch))
+    allow_for_rounds(state, int(ledger.num_needed))
     for i in range(rows.shape[0]):
         if rows[i].reason == PLANNED:
             take_frames(state, rows[i : i + 1])

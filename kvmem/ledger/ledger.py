@@ -22,7 +22,7 @@ from .losses import Loss, let_go
 from .raising import Refusal, refuse
 from .sealed import plan_of
 from .state import DEVICE, FREED, GROUP, NO_SEQUENCE, RESIDENT, SWAPPED, make_state
-from .step_arrays import HAS_PLAN, IS_FILLED, NUM_TOKENS, REPORT_LENGTH, StepArrays
+from .step_arrays import HAS_PLAN, IS_FILLED, NUM_TOKENS, REPORT_LENGTH, WANTS_CLEANING, StepArrays
 from .verify import verify
 
 Ids = NDArray[np.int32]
@@ -37,7 +37,8 @@ class Ledger(GrowingState):
         device_blocks: int,
         host_blocks: int,
         block_size: int,
-        write_back: bool,
+        tier_policy: str,
+        watermarks: tuple[int, int] = (0, 0),
         record_fills: bool = False,
         hash_seed: int | None = None,
     ) -> None:
@@ -46,7 +47,8 @@ class Ledger(GrowingState):
             device_blocks=device_blocks,
             host_blocks=host_blocks,
             block_size=block_size,
-            write_back=write_back,
+            tier_policy=tier_policy,
+            watermarks=watermarks,
             record_fills=record_fills,
             hash_seed=secrets.randbits(128) if hash_seed is None else hash_seed,
         )
@@ -61,6 +63,7 @@ class Ledger(GrowingState):
         self._need = np.zeros(2, np.int64)
         self._report = np.zeros(REPORT_LENGTH, np.int64)
         self._retired = (0, 0)
+        self.wants_cleaning = False  # after the last plan: `clean` would find something
 
     # --- sequences ------------------------------------------------------------------------------
 
@@ -241,6 +244,7 @@ class Ledger(GrowingState):
             ops_steps.fill_step(self.addresses, arrays.addresses, len(seqs))
             report = arrays.whole.report.tolist()
         arrays.take(report, self.state.frame_table)
+        self.wants_cleaning = report[WANTS_CLEANING] != 0
         self.open_steps[arrays.epoch] = arrays
         plan = self._sealed(report, arrays.epoch - 1) if report[HAS_PLAN] else arrays.plan
         plan.step_epoch = arrays.epoch
@@ -340,6 +344,13 @@ class Ledger(GrowingState):
         count = ops_tiers.evict(self.addresses, most, tier)
         return int(count), self.seal()
 
+    def clean(self, max_blocks: int) -> Plan:
+        """Copy up to `max_blocks` blocks to the host tier ahead of their eviction, as the tier
+        policy has it. No block changes its state. O(max_blocks)."""
+        self._room_for_lists(max_blocks)
+        ops_tiers.clean(self.addresses, max_blocks)
+        return self.seal()
+
     def change_pins(self, blocks: Ids, change: int) -> Plan:
         """Pin blocks or unpin them. Raises Refusal when a block has too many pins."""
         if change > 0 and len(blocks) and self.state.blocks["num_pins"][blocks].max() >= 32767:
@@ -361,15 +372,24 @@ class Ledger(GrowingState):
 
     def seal(self) -> Plan:
         """The plan of the call just made; its ids are issued, its lists emptied."""
-        if not ops_steps.seal_plan(self.addresses, self._report):
+        has_plan = ops_steps.seal_plan(self.addresses, self._report)
+        self.wants_cleaning = bool(self._report[WANTS_CLEANING])
+        if not has_plan:
             return _NO_PLAN
         return self._sealed(self._report.tolist(), int(self.state.ledger["epoch"][0]))
 
     def _sealed(self, report: list[int], epoch: int) -> Plan:
         """The plan that was sealed; `epoch` is the last step planned before it."""
         plan = plan_of(self.state, report)
-        self._flights.add(self.state, plan, epoch)
+        for part in (*plan.earlier, plan):
+            self._flights.add(self.state, part, epoch)
         return plan
+
+    @property
+    def issued(self) -> tuple[int, int]:
+        """The last out id and the last in id given to a plan."""
+        ledger = self.state.ledger
+        return int(ledger["last_out"][0]), int(ledger["last_in"][0])
 
     def retire(self, out_id: int, in_id: int) -> None:
         """Note that transfers up to these ids are done."""

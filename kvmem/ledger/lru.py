@@ -8,7 +8,7 @@ parent and the oldest frame never holds a parent whose child is cached (R4).
 from __future__ import annotations
 
 from .jit import compiled
-from .state import State
+from .state import DEVICE, State
 
 
 @compiled
@@ -43,3 +43,13 @@ def remove(state: State, tier: int, f: int) -> None:
     frame.previous = 0
     frame.next = 0
     pool.num_evictable -= 1
+
+
+@compiled
+def leave_swept(state: State, f: int) -> None:
+    """Take a device frame that is about to leave the list out of its swept run: the frames at the
+    oldest end that cleaning has passed (cleaning.py). O(1)."""
+    ledger = state.ledger[0]
+    ledger.num_swept -= 1
+    if ledger.newest_swept == f:
+        ledger.newest_swept = state.frames[state.pools[DEVICE].first + f].previous

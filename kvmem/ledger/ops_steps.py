@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 
 from .address import Addresses
 from .carry_out import carry_out, fill_rows
+from .cleaning import wants_cleaning
 from .decide import OK, PLANNED, clear_marks, decide, look_up
 from .decode import offer_decode, plan_decode
 from .finish import finish
+from .issue import issue_copies
 from .jit import compiled, entry_point
-from .state import GROUP, Rows, State, opened
-from .step_arrays import HAS_PLAN, SEALED, Batch, opened_batch
+from .state import COPIES, GROUP, Rows, State, opened
+from .step_arrays import HAS_PLAN, SEALED, WANTS_CLEANING, Batch, opened_batch
 
 Ids = NDArray[np.int32]
 
@@ -143,31 +145,17 @@ def seal(state: State, report: NDArray[np.int64]) -> None:
         ledger.step_after_in = 0
     if ledger.step_after_out <= ledger.retired_out:
         ledger.step_after_out = 0
-    if ledger.out_after_in <= ledger.retired_in:
-        ledger.out_after_in = 0
-    if ledger.in_after_out <= ledger.retired_out:
-        ledger.in_after_out = 0
     out = report[SEALED:]
-    out[0] = out[4] = 0
-    if ledger.out_opened:
-        ledger.last_out += 1
-        out[0] = ledger.last_out
-    out[1] = ledger.num_out
-    out[2] = ledger.out_after_step
-    out[3] = ledger.out_after_in
-    if ledger.num_in:
-        ledger.last_in += 1
-        out[4] = ledger.last_in
-    out[5] = ledger.num_in
-    out[6] = ledger.in_after_step
-    out[7] = ledger.in_after_out
-    out[8] = ledger.step_after_in
-    out[9] = ledger.step_after_out
-    out[10] = ledger.num_copies
-    out[11] = ledger.num_fills
-    report[HAS_PLAN] = out[0] | out[4] | out[8] | out[9] | out[10]
-    ledger.out_opened = ledger.num_out = ledger.num_in = 0
-    ledger.num_copies = ledger.num_fills = 0
-    ledger.out_after_step = ledger.out_after_in = 0
-    ledger.in_after_step = ledger.in_after_out = 0
+    issue_copies(state, out)
+    out[COPIES] = ledger.step_after_in
+    out[COPIES + 1] = ledger.step_after_out
+    out[COPIES + 2] = ledger.num_copies
+    out[COPIES + 3] = ledger.num_rounds
+    report[WANTS_CLEANING] = 1 if wants_cleaning(state) else 0
+    report[HAS_PLAN] = (
+        out[0] | out[4] | out[COPIES] | out[COPIES + 1] | out[COPIES + 2] | out[COPIES + 3]
+    )
+    ledger.num_out = ledger.num_in = ledger.in_begin = 0
+    ledger.num_copies = ledger.num_fills = ledger.num_rounds = 0
+    ledger.num_busy = ledger.may_evict = 0
     ledger.step_after_in = ledger.step_after_out = 0

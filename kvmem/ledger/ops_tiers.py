@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .address import Addresses
+from .cleaning import copy_queued, sweep, wants_cleaning
 from .decide import IN_STEP, NO_DEVICE_ROOM, NO_HOST_ROOM, OK, count_block
 from .free_list import give_free
+from .issue import allow_for_rounds
 from .jit import compiled, entry_point
 from .residency import (
     arrive,
@@ -26,7 +28,7 @@ from .residency import (
     take_host_frame,
 )
 from .sequence import any_in_step, make_resident, make_swapped, make_waiting
-from .state import DEVICE, GROUP, HOST, IN_HOST_LRU, MARKED, WAITING, State, opened
+from .state import DEVICE, GROUP, HOST, IN_HOST_LRU, MARKED, WAITING, WRITE_THROUGH, State, opened
 from .trie import remove_node
 
 Ids = NDArray[np.int32]
@@ -131,6 +133,7 @@ def swap_in(addresses: Addresses, seqs: Ids, need: NDArray[np.int64]) -> int:
         return NO_DEVICE_ROOM
     for i in range(seqs.shape[0]):
         make_resident(state, int(seqs[i]))
+    allow_for_rounds(state, int(need[0]))
     for i in range(seqs.shape[0]):
         sequence, table = state.sequences[seqs[i]], state.tables[seqs[i], GROUP]
         fence = arrive(state, int(table.start), int(table.num_blocks))
@@ -148,6 +151,19 @@ def evict(addresses: Addresses, num_blocks: int, tier: int) -> int:
         f = evict_device(state) if tier == DEVICE else evict_host(state)
         give_free(state, tier, f)
         count += 1
+    return count
+
+
+@entry_point
+def clean(addresses: Addresses, max_blocks: int) -> int:
+    """Copy up to `max_blocks` blocks to the host tier ahead of their eviction, see cleaning.py;
+    return how many. O(max_blocks)."""
+    state = opened(addresses)
+    count = 0
+    if wants_cleaning(state):
+        count = sweep(state, max_blocks)
+        if count < max_blocks and state.ledger[0].tier_policy == WRITE_THROUGH:
+            count += copy_queued(state, max_blocks - count)
     return count
 
 

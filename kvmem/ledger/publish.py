@@ -6,10 +6,11 @@ in order, so a published block's parent is always published.
 
 from __future__ import annotations
 
+from .cleaning import queue_block
 from .jit import compiled
 from .residency import device_at, enter_residency, settle, settle_lists
 from .sequence import entry, path_end, release_entry
-from .state import GROUP, RESIDENT, State
+from .state import GROUP, RESIDENT, WRITE_THROUGH, State
 from .trie import find_child, hash_row, insert_node, parent_hash
 
 
@@ -91,4 +92,6 @@ def publish(state: State, s: int) -> None:
             frame = state.frames[device_at(state, state.blocks[b].device_frame)]
             frame.last_use = max(frame.last_use, sequence.last_step)  # who merges has not waited
             ledger.published += 1
+            if ledger.tier_policy == WRITE_THROUGH:
+                queue_block(state, b, int(sequence.last_step))
         sequence.num_published += 1

@@ -16,8 +16,23 @@ import numpy as np
 
 from . import lru
 from .free_list import give_free, take_free
+from .issue import issue_copies
 from .jit import compiled
-from .state import BUSY, DEVICE, HOST, IN_DEVICE_LRU, IN_HOST_LRU, UNSAVED, State
+from .state import (
+    BUSY,
+    DEVICE,
+    DROP,
+    EXCLUSIVE,
+    HOST,
+    IN_DEVICE_LRU,
+    IN_HOST_LRU,
+    MAX_ROUNDS,
+    QUEUED,
+    SWEPT,
+    UNSAVED,
+    WRITE_THROUGH,
+    State,
+)
 from .trie import remove_node
 
 
@@ -40,6 +55,9 @@ def leave_list(state: State, b: int, bit: int) -> None:
     if block.bits & bit:
         block.bits &= ~bit
         if bit == IN_DEVICE_LRU:
+            if block.bits & SWEPT:
+                lru.leave_swept(state, block.device_frame)
+                block.bits &= ~SWEPT
             lru.remove(state, DEVICE, block.device_frame)
         else:
             lru.remove(state, HOST, block.host_frame)
@@ -57,7 +75,9 @@ def settle_lists(state: State, b: int) -> None:
         leave_list(state, b, IN_DEVICE_LRU)
     unowned = block.ref_count == block.num_resident  # no SWAPPED table relies on the host copy
     if block.host_frame != 0 and unowned and not block.bits & BUSY:
-        if not block.bits & IN_HOST_LRU:
+        if block.device_frame != 0 and state.ledger[0].tier_policy == EXCLUSIVE:
+            give_free(state, HOST, vacate_host(state, b))  # it lives in one tier
+        elif not block.bits & IN_HOST_LRU:
             block.bits |= IN_HOST_LRU
             lru.append_newest(state, HOST, block.host_frame)
     else:
@@ -91,6 +111,7 @@ def vacate_host(state: State, b: int) -> int:
     leave_list(state, b, IN_HOST_LRU)
     h = int(state.blocks[b].host_frame)
     state.blocks[b].host_frame = 0
+    state.blocks[b].bits &= ~UNSAVED
     frame = state.frames[host_at(state, h)]
     frame.block = 0
     frame.num_tokens = 0
@@ -105,7 +126,7 @@ def forget_block(state: State, b: int) -> None:
     if block.node:
         remove_node(state, int(block.node))
     block.num_tokens = 0
-    block.bits = 0
+    block.bits &= QUEUED  # the ring still has its id
     block.node = ledger.block_free
     ledger.block_free = b
     ledger.num_blocks_used -= 1
@@ -200,9 +221,38 @@ def evict_host(state: State) -> int:
 
 
 @compiled
+def release_busy(state: State) -> None:
+    """Let go of the host frames that the round's copies in read. O(copies in)."""
+    for i in range(state.ledger[0].in_begin, state.ledger[0].num_in):
+        b = int(state.frames[host_at(state, state.in_list[i, 0])].block)
+        state.blocks[b].bits &= ~BUSY
+        settle_lists(state, b)
+
+
+@compiled
+def begin_round(state: State) -> None:
+    """Issue the plan's copies so far, so that the host frames of what was copied in can be taken by
+    what goes out next (issue.py). O(copies of the round)."""
+    ledger = state.ledger[0]
+    if ledger.num_rounds == MAX_ROUNDS:
+        return
+    release_busy(state)
+    issue_copies(state, state.rounds[ledger.num_rounds])
+    ledger.num_rounds += 1
+
+
+@compiled
 def take_host_frame(state: State) -> int:
-    """A host frame: free, else the oldest cached copy goes; 0 when all are owned. O(1)."""
+    """A host frame: free, else the oldest cached copy goes; 0 when all are owned. Under exclusive
+    what the plan copied in so far gives up its host frames first. O(1), a new round O(its copies).
+    """
+    ledger = state.ledger[0]
     h = take_free(state, HOST)
+    if h == 0 and ledger.may_evict > 0:
+        ledger.may_evict -= 1
+    elif h == 0 and ledger.tier_policy == EXCLUSIVE and ledger.num_in > ledger.in_begin:
+        begin_round(state)
+        h = take_free(state, HOST)
     if h:
         return h
     return evict_host(state)
@@ -241,20 +291,29 @@ def evict_device(state: State) -> int:
 
     A clean block only loses the frame. A dirty one is cached content (a SWAPPED owner's is clean
     since `swap_out`): it is copied to the host tier, when a frame can be had there, under
-    write_back, and under every policy when the host tier still caches its children (R4) or its
-    first copy out failed (UNSAVED); else it is dropped. Its device frame is departing and handed on
-    at once (design section 2).
+    every policy but "none", and under that when the host tier still caches its children (R4) or
+    its first copy out failed (UNSAVED); else it is dropped. Its device frame is departing and
+    handed on at once (design section 2).
+
+    What write-through cleaning has swept (cleaning.py) keeps its place in the host LRU. Where it is
+    dirty, newer copies have taken that place; saved as the newest it would be newer than its parent
+    (R4), so it is dropped.
     """
     ledger = state.ledger[0]
     f = int(state.pools[DEVICE].oldest)
     b = int(state.frames[device_at(state, f)].block)
+    in_place = ledger.tier_policy == WRITE_THROUGH and state.blocks[b].bits & SWEPT != 0
     ledger.evicted_device += 1
     if is_clean(state, b):
         ledger.evicted_clean += 1
-        if state.blocks[b].bits & IN_HOST_LRU:  # as fresh as its device copy was
+        if state.blocks[b].bits & IN_HOST_LRU and not in_place:  # as fresh as its device copy was
             lru.remove(state, HOST, state.blocks[b].host_frame)
             lru.append_newest(state, HOST, state.blocks[b].host_frame)
-    elif ledger.write_back or has_children(state, b) or state.blocks[b].bits & UNSAVED:
+    elif (
+        (ledger.tier_policy != DROP and not in_place)
+        or has_children(state, b)
+        or state.blocks[b].bits & UNSAVED
+    ):
         save_to_host(state, b)
     clean = is_clean(state, b)
     vacate_device(state, b)
@@ -308,8 +367,9 @@ def enter_residency(state: State, b: int) -> None:
     """Count one more RESIDENT table; a block without device frame guards its host copy. O(1)."""
     block = state.blocks[b]
     block.num_resident += 1
-    if block.device_frame == 0:
+    if block.device_frame == 0 and not block.bits & BUSY:
         block.bits |= BUSY
+        state.ledger[0].num_busy += 1
     settle_lists(state, b)
 
 
@@ -320,15 +380,6 @@ def leave_residency(state: State, b: int, epoch: int) -> None:
     block.num_resident -= 1
     frame = state.frames[device_at(state, block.device_frame)]
     frame.last_use = max(frame.last_use, epoch)
-
-
-@compiled
-def release_busy(state: State) -> None:
-    """Let go of the host frames that the plan's copies in read. O(copies in)."""
-    for i in range(state.ledger[0].num_in):
-        b = int(state.frames[host_at(state, state.in_list[i, 0])].block)
-        state.blocks[b].bits &= ~BUSY
-        settle_lists(state, b)
 
 
 @compiled

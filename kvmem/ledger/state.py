@@ -29,12 +29,26 @@ WAITING = 1  # claims no blocks
 RESIDENT = 2  # each of its blocks has a device frame
 SWAPPED = 3  # its blocks may be anywhere, never lost
 
+# Tier policies: what becomes of cached blocks on their way out of the device.
+DROP = 0  # they go, unless the host tier caches their children (R4)
+WRITE_BACK = 1  # copied to the host tier when evicted
+WRITE_THROUGH = 2  # full blocks are copied while nothing else is, see cleaning.py
+EXCLUSIVE = 3  # as WRITE_BACK, and what is copied in gives up its host copy
+TIER_POLICIES = {
+    "none": DROP,
+    "write_back": WRITE_BACK,
+    "write_through": WRITE_THROUGH,
+    "exclusive": EXCLUSIVE,
+}
+
 # Bits of BLOCK.bits
 IN_DEVICE_LRU = 1  # its device frame is evictable
 IN_HOST_LRU = 2  # its host frame is evictable
 MARKED = 4  # counted by the plan being decided; clear between calls
 BUSY = 8  # its host frame is the source of a copy of the plan being made; clear between calls
-UNSAVED = 16  # its copy out failed: a SWAPPED owner relies on its device frame
+SWEPT = 16  # cleaning has passed it since it became evictable, see cleaning.py
+QUEUED = 32  # its id is in `to_clean`, perhaps since it was another block's
+UNSAVED = 64  # its copy out failed: a SWAPPED owner relies on its device frame
 
 # Bits of SEQUENCE.at_end
 FREED = 1  # freed inside an open step: it goes
@@ -53,6 +67,16 @@ LEDGER = np.dtype(
         ("num_in", "i4"),
         ("num_copies", "i4"),
         ("num_fills", "i4"),
+        ("in_begin", "i4"),  # rows of in_list that are issued already, in earlier rounds
+        ("num_rounds", "i4"),  # earlier rounds of the plan being made, see issue.py
+        ("num_busy", "i4"),  # blocks that the plan being made copies in
+        ("clean_low", "i4"),  # watermarks of the device tier, see cleaning.py; frames
+        ("clean_high", "i4"),
+        ("newest_swept", "i4"),  # device frame that ends the swept run of the LRU, 0 none
+        ("num_swept", "i4"),
+        ("queue_begin", "i4"),  # of `to_clean`
+        ("num_queued", "i4"),
+        ("may_evict", "i4"),  # cached host copies it may evict before it begins another round
         ("out_after_step", "i8"),  # waits of the plan being made, see Plan
         ("out_after_in", "i8"),
         ("in_after_step", "i8"),
@@ -62,7 +86,7 @@ LEDGER = np.dtype(
         ("out_opened", "i4"),  # 1: frames carry the id last_out + 1, so the plan must issue it
         ("num_groups", "i4"),
         ("block_size", "i4"),  # tokens
-        ("write_back", "i4"),  # 1: evicted cached blocks go to the host tier
+        ("tier_policy", "i4"),  # see TIER_POLICIES
         ("record_fills", "i4"),  # 1: vacated device frames are listed for poison (debug)
         ("block_free", "i4"),  # head of the free block ids, linked through BLOCK.node
         ("num_blocks_used", "i4"),
@@ -90,6 +114,7 @@ LEDGER = np.dtype(
         ("clean_swap_outs", "i8"),  # blocks that swap_out found clean: nothing copied
         ("blocks_out", "i8"),  # blocks copied device to host
         ("blocks_in", "i8"),
+        ("blocks_cleaned", "i8"),  # of blocks_out: ahead of their eviction
         ("copied_on_write", "i8"),
         ("merged", "i8"),  # blocks replaced by an equal published block
         ("published", "i8"),
@@ -203,6 +228,8 @@ ROW = np.dtype(  # one sequence of a step, from decision to end
 
 SPAN_CLASS = np.dtype([("free_head", "i8")])  # -1 none; one per size class and kind of span
 NUM_SPAN_CLASSES = 40
+MAX_ROUNDS = 64  # of a plan, see issue.py
+COPIES = 9  # numbers that say what a round copies, see sealed.py
 LOOKAHEAD = 8  # blocks of a prompt whose lookups overlap
 
 
@@ -232,6 +259,8 @@ class State(NamedTuple):
     in_list: NDArray[np.int32]  # [rows, 4]: host frame, device frame, tokens, generation likewise
     copy_list: NDArray[np.int32]  # [rows, 3]: source, target, tokens
     fill_list: NDArray[np.int32]  # device frames vacated (debug)
+    to_clean: NDArray[np.int32]  # ring of block ids [as many as blocks]
+    rounds: NDArray[np.int64]  # [MAX_ROUNDS, COPIES]: earlier rounds of the plan being made
 
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
@@ -257,6 +286,8 @@ LAYOUT: Layout = {
     "in_list": (_INT32, 2),
     "copy_list": (_INT32, 2),
     "fill_list": (_INT32, 1),
+    "to_clean": (_INT32, 1),
+    "rounds": (_INT64, 2),
 }
 opened = opener(State, LAYOUT)
 
@@ -301,7 +332,8 @@ def make_state(
     device_blocks: int,
     host_blocks: int,
     block_size: int,
-    write_back: bool,
+    tier_policy: str,
+    watermarks: tuple[int, int],
     record_fills: bool,
     hash_seed: int,
 ) -> State:
@@ -312,7 +344,8 @@ def make_state(
     ledger = records(1, LEDGER)
     ledger["num_groups"] = 1
     ledger["block_size"] = block_size
-    ledger["write_back"] = write_back
+    ledger["tier_policy"] = TIER_POLICIES[tier_policy]
+    ledger["clean_low"], ledger["clean_high"] = watermarks
     ledger["record_fills"] = record_fills
     pools = records(NUM_TIERS, POOL)
     frames = records(sum(count + 1 for count in counts), FRAME)
@@ -358,4 +391,6 @@ def make_state(
         in_list=np.zeros((64, 4), np.int32),
         copy_list=np.zeros((64, 3), np.int32),
         fill_list=np.zeros(fills, np.int32),
+        to_clean=np.zeros(num_blocks, np.int32),
+        rounds=np.zeros((MAX_ROUNDS, COPIES), np.int64),
     )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvmem.plan import Plan
 
 from .address import Layout, addresses_of, opener
-from .state import ROW, records
+from .state import COPIES, ROW, records
 
 # Places in `Batch.report`.
 NUM_ROWS = 0  # planned
@@ -26,8 +26,9 @@ MAX_SEQ_LEN = 4
 EPOCH = 5
 IS_FILLED = 6  # 0: the arrays are too short for the tokens planned
 HAS_PLAN = 7  # 1: the numbers that `seal` wrote say more than the epoch
-SEALED = 8  # where these begin
-REPORT_LENGTH = SEALED + 12
+WANTS_CLEANING = 8  # 1: `clean` would find something to look at
+SEALED = 9  # where these begin
+REPORT_LENGTH = SEALED + COPIES + 4
 
 TABLE_MARK = np.dtype(  # what a row of the dense table was copied from
     [("sequence", "i4"), ("num_blocks", "i4"), ("clock", "i8")]

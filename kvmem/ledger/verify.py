@@ -15,14 +15,17 @@ from numpy.typing import NDArray
 from .state import (
     BUSY,
     DEVICE,
+    EXCLUSIVE,
     GROUP,
     HOST,
     IN_DEVICE_LRU,
     IN_HOST_LRU,
     MARKED,
     NUM_TIERS,
+    QUEUED,
     RESIDENT,
     SWAPPED,
+    SWEPT,
     UNSAVED,
     WAITING,
     State,
@@ -62,6 +65,7 @@ def verify(state: State, copy_sources: list[int]) -> None:
     for tier in range(NUM_TIERS):
         check_pool(state, tier)
     check_blocks(state)
+    check_cleaning(state)
     check_trie(state)
     check_sequences(state, tables)
     check_spans(state)
@@ -182,6 +186,7 @@ def check_blocks(state: State) -> None:
     require(len(free) + state.ledger["num_blocks_used"][0] == limit, "R1", "block ids are lost")
     block_size = int(state.ledger["block_size"][0])
     host = state.frames[int(state.pools["first"][HOST]) :]
+    exclusive = state.ledger["tier_policy"][0] == EXCLUSIVE
     for b in range(1, len(blocks)):
         block = blocks[b]
         require(int(block["bits"]) & (MARKED | BUSY) == 0, "R2", f"block {b} is left marked")
@@ -200,11 +205,30 @@ def check_blocks(state: State) -> None:
             lost = block["ref_count"] > block["num_resident"] or not block["device_frame"]
             kept = bool(int(block["bits"]) & UNSAVED and block["device_frame"])  # a copy failed
             require(
+                lost or kept or not exclusive, "R2", f"block {b} is in both tiers under exclusive"
+            )
+            require(
                 clean or kept or not lost, "R5", f"the only safe copy of block {b} is incomplete"
             )
         else:
             swapped = block["ref_count"] > block["num_resident"]
             require(not swapped, "R5", f"block {b} of a SWAPPED sequence has no host copy")
+
+
+def check_cleaning(state: State) -> None:
+    """The swept run is the oldest end of the device LRU; the ring has each queued id once (R2)."""
+    ledger, pool, bits = state.ledger[0], state.pools[DEVICE], state.blocks["bits"]
+    frames = state.frames[: int(pool["num_frames"]) + 1]
+    lru = walk(frames["next"], int(pool["oldest"]), len(frames), "R2", "device LRU")
+    swept = lru[: int(ledger["num_swept"])]
+    marked = state.blocks["device_frame"][np.flatnonzero(bits & SWEPT)]
+    require(set(swept) == set(marked.tolist()), "R2", "the swept frames are not the oldest")
+    newest = swept[-1] if swept else 0
+    require(newest == ledger["newest_swept"], "R2", f"newest_swept is {ledger['newest_swept']}")
+    places = int(ledger["queue_begin"]) + np.arange(int(ledger["num_queued"]))
+    ring = state.to_clean[places % len(state.to_clean)].tolist()
+    queued = np.flatnonzero(bits & QUEUED).tolist()
+    require(sorted(ring) == queued, "R2", "the ring of blocks to clean and their bits differ")
 
 
 def check_trie(state: State) -> None:

@@ -168,7 +168,8 @@ class Driver(Steps):
             self.swap_out([self.rng.choice(resident)], "swap")
 
     def op_bounce(self) -> None:
-        """Out, in, out again: the second time every block is clean and nothing moves."""
+        """Out, in, out again: the second time every block is clean and nothing moves, except under
+        exclusive, where nothing is in both tiers."""
         resident = [k for k in self.live() if k.seq.state == "RESIDENT"]
         if not resident:
             return
@@ -186,6 +187,8 @@ class Driver(Steps):
         if self.setup.hold_out:
             return  # stays, to be read by the next step
         again = self.swap_out([k], "swap")
+        if self.setup.tier_policy == "exclusive":
+            return
         require(again is not None, "a clean sequence needs no host room")
         assert again is not None
         clean = again.num_blocks == 0 or self.num_failed > 0  # a failed copy leaves it dirty

@@ -46,6 +46,7 @@ class Setup:
     host_blocks: int = 7
     block_size: int = 2
     tier_policy: str | None = None
+    watermarks: tuple[float, float] | None = None
     debug: bool = False
     num_ops: int = 160
     hold_out: bool = False  # what bounces comes back while its copies out are held
@@ -65,6 +66,7 @@ class Setup:
             device_blocks=self.device_blocks,
             host_blocks=self.host_blocks,
             tier_policy=self.tier_policy,
+            watermarks=self.watermarks,
             debug=self.debug,
         )
 
@@ -236,10 +238,14 @@ class World:
             self.wait_for_copies()
 
     def wait_for_copies(self) -> None:
-        for direction, name in (("out", "last_out"), ("in", "last_in")):
-            last = int(self.state.ledger[name][0])
-            require(self.store.wait(direction, last, 20.0), f"{direction} {last} never ends (R9)")
-        self.m.poll()
+        """Until none is left; a poll may queue more of them, to clean."""
+        waited = (-1, -1)
+        while waited != (issued := self.m._runtime.ledger.issued):
+            waited = issued
+            for direction, last in zip(("out", "in"), issued, strict=True):
+                ended = self.store.wait(direction, last, 20.0)
+                require(ended, f"{direction} {last} never ends (R9)")
+            self.m.poll()
 
     def check_content(self) -> None:
         """Each block holds its owners' stamps, in whichever tiers it is (R11)."""

@@ -34,7 +34,8 @@ class Play:
         host: int = 8,
         block: int = 4,
         *,
-        write_back: bool = True,
+        tier_policy: str = "write_back",
+        watermarks: tuple[int, int] = (0, 0),
         fills: bool = False,
         hash_seed: int | None = 1,
     ) -> None:
@@ -42,7 +43,8 @@ class Play:
             device_blocks=device,
             host_blocks=host,
             block_size=block,
-            write_back=write_back,
+            tier_policy=tier_policy,
+            watermarks=watermarks,
             record_fills=fills,
             hash_seed=hash_seed,
         )
@@ -126,6 +128,11 @@ class Play:
         evicted = self.ledger.evict(num_blocks, tier)
         self.ledger.verify()
         return evicted
+
+    def clean(self, max_blocks: int) -> Plan:
+        plan = self.ledger.clean(max_blocks)
+        self.ledger.verify()
+        return plan
 
     def pin(self, *blocks: int, change: int = 1) -> Plan:
         plan = self.ledger.change_pins(ids(*blocks), change)

@@ -141,7 +141,7 @@ def test_reserved_blocks_stay_free(make_play: Callable[..., Play]) -> None:
 
 
 def test_a_hit_is_not_room_as_well(make_play: Callable[..., Play]) -> None:
-    play = make_play(4, 0, write_back=False)
+    play = make_play(4, 0, tier_policy="none")
     play.free(play.made(8))
     s = play.create([*range(8), *[9] * 9])
     refusal = refused(play, s)
@@ -258,7 +258,7 @@ def test_looking_up_changes_nothing(play: Play) -> None:
 
 def test_rows_whose_hashes_meet_in_the_table_of_a_step(make_play: Callable[..., Play]) -> None:
     """Other hashes are probed past: nobody waits for what nobody computes."""
-    play = make_play(90, 0, 1, write_back=False)
+    play = make_play(90, 0, 1, tier_policy="none")
     seqs = [play.create([i, i + 1, i + 2]) for i in range(30)]
     _, arrays = play.run(*seqs, max_tokens=1000)
     assert arrays.num_tokens.tolist() == [3] * 30

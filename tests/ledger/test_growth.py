@@ -68,7 +68,7 @@ def test_records_of_sequences_grow(play: Play) -> None:
 
 def test_tables_and_lists_grow_while_planning(make_play: Callable[..., Play]) -> None:
     """One plan finds both too short and is made all the same, once."""
-    play = make_play(320, 0, 1, write_back=False)
+    play = make_play(320, 0, 1, tier_policy="none")
     before = len(play.state.table), len(play.state.out_list)
     s = play.create(300)
     plan, arrays = play.run(s)
@@ -80,7 +80,7 @@ def test_tables_and_lists_grow_while_planning(make_play: Callable[..., Play]) ->
 
 
 def test_the_list_of_found_blocks_grows_while_planning(make_play: Callable[..., Play]) -> None:
-    play = make_play(210, 0, 1, write_back=False)
+    play = make_play(210, 0, 1, tier_policy="none")
     play.free(play.made(200))
     a, b = play.create(200), play.create([*range(200), 5])
     assert len(play.ledger._found) == 256
@@ -91,7 +91,7 @@ def test_the_list_of_found_blocks_grows_while_planning(make_play: Callable[..., 
 
 
 def test_a_table_that_outgrows_its_span_moves(make_play: Callable[..., Play]) -> None:
-    play = make_play(90, 0, 1, write_back=False)
+    play = make_play(90, 0, 1, tier_policy="none")
     seqs = [play.made([s, *range(14)]) for s in range(2)]
     for i in range(20):
         for s in seqs:
@@ -107,7 +107,7 @@ def test_a_table_that_outgrows_its_span_moves(make_play: Callable[..., Play]) ->
 
 
 def test_growing_leaves_open_steps_alone(make_play: Callable[..., Play]) -> None:
-    play = make_play(520, 0, 1, write_back=False)
+    play = make_play(520, 0, 1, tier_policy="none")
     a = play.create(3)
     _, first = play.plan(a)
     frames = first.frame_table[first.table_start[0] :][:3].tolist()
@@ -132,7 +132,7 @@ def test_plan_lists_grow_with_what_a_swap_moves(make_play: Callable[..., Play]) 
 
 
 def test_the_hashes_of_one_step_grow(make_play: Callable[..., Play]) -> None:
-    play = make_play(64, 0, 1, write_back=False)
+    play = make_play(64, 0, 1, tier_policy="none")
     seqs = [play.create([q, *range(6)]) for q in range(6)]
     _, arrays = play.run(*seqs, max_tokens=1000)
     assert len(arrays.num_tokens) == 6
@@ -140,7 +140,7 @@ def test_the_hashes_of_one_step_grow(make_play: Callable[..., Play]) -> None:
 
 
 def test_tables_of_many_forks_find_room(make_play: Callable[..., Play]) -> None:
-    play = make_play(40, 0, 1, write_back=False)
+    play = make_play(40, 0, 1, tier_policy="none")
     s = play.made(33)
     children = play.fork(s, 12)
     assert len(play.state.table) >= 13 * 64

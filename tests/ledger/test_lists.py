@@ -17,7 +17,7 @@ TIERS = pytest.mark.parametrize("tier", [DEVICE, HOST])
 
 def make(device: int = 6, host: int = 5) -> Ledger:
     return Ledger(
-        device_blocks=device, host_blocks=host, block_size=4, write_back=True, hash_seed=7
+        device_blocks=device, host_blocks=host, block_size=4, tier_policy="write_back", hash_seed=7
     )
 
 

@@ -219,7 +219,7 @@ def test_a_host_copy_goes_while_the_device_frame_stays(play: Play) -> None:
 
 
 def test_without_write_back_evicted_content_is_dropped(make_play: Maker) -> None:
-    play = make_play(8, 8, write_back=False)
+    play = make_play(8, 8, tier_policy="none")
     play.free(play.made(8))
     count, plan = play.evict(1)
     assert (count, plan.out_id) == (1, 0)
@@ -229,7 +229,7 @@ def test_without_write_back_evicted_content_is_dropped(make_play: Maker) -> None
 
 def test_a_parent_is_kept_while_the_host_tier_caches_its_child(make_play: Maker) -> None:
     """Even without write back: the child could not be found without it (R4)."""
-    play = make_play(8, 8, write_back=False)
+    play = make_play(8, 8, tier_policy="none")
     s = play.made(8)
     play.swap_out(s)
     play.evict(8)
@@ -257,7 +257,7 @@ def test_with_the_host_tier_owned_cached_content_is_dropped(make_play: Maker) ->
 
 
 def test_an_incomplete_host_copy_goes_with_its_block(make_play: Maker) -> None:
-    play = make_play(8, 8, write_back=False)
+    play = make_play(8, 8, tier_policy="none")
     s = play.made(3)
     play.swap_out(s)
     play.append(s, 3)
@@ -357,7 +357,7 @@ def test_peaks_are_the_most_ever_used(play: Play) -> None:
 
 
 def test_the_device_alone(make_play: Maker) -> None:
-    play = make_play(4, 0, write_back=False)
+    play = make_play(4, 0, tier_policy="none")
     s = play.made(8)
     with pytest.raises(Refusal) as refused:
         play.ledger.swap_out(ids(s))

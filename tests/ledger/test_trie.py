@@ -28,7 +28,11 @@ class Rows:
 
     def __init__(self, squash: Callable[[int], int], seed: int) -> None:
         self.ledger = Ledger(
-            device_blocks=10, host_blocks=6, block_size=BLOCK, write_back=True, hash_seed=seed
+            device_blocks=10,
+            host_blocks=6,
+            block_size=BLOCK,
+            tier_policy="write_back",
+            hash_seed=seed,
         )
         self.state = self.ledger.state
         self.state.tokens[:64] = np.arange(64) // 3 % 5

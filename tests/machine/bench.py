@@ -42,6 +42,8 @@ CONFIGS: list[tuple[int, int, int, dict[str, Any]]] = [
     (6, 6, 2, {"debug": True}),
     (7, 0, 2, {}),
     (6, 8, 2, {"tier_policy": "none"}),
+    (6, 5, 2, {"tier_policy": "exclusive"}),
+    (7, 9, 1, {"tier_policy": "exclusive", "debug": True}),
     (5, 6, 4, {"sync": True, "debug": True}),
     (4, 12, 2, {"debug": True}),
 ]

@@ -27,6 +27,9 @@ from tests.faults.driver import Driver
 from tests.faults.world import Broken, Known, Opened, Setup, require, stamps
 
 ALLOCATIONS = ("device_alloc", "host_alloc")
+#: Tier policies that are drawn; "write_back" stands for the one with watermarks, None for that
+#: without.
+POLICIES = (None, "write_back", "write_through", "exclusive", "none")
 SLOPES = np.array([0.0, 0.25])  # ALiBi: the order of the tokens counts in the second head
 NUM_HEADS = 2
 #: Attention adds numbers up to 65,536 in float32; a wrong stamp is off by hundreds.
@@ -52,12 +55,21 @@ def drawn_options(rng: random.Random, seed: int, *, faults: bool) -> SimOptions:
     )
 
 
+def drawn_policy(seed: int, host_blocks: int) -> dict[str, Any]:
+    """A tier policy, by dice of its own: the other draws of a seed do not hang on it."""
+    if host_blocks == 0:
+        return {}
+    policy = random.Random(f"{seed}:policy").choice(POLICIES)
+    return {"tier_policy": policy, "watermarks": (0.4, 0.7) if policy == "write_back" else None}
+
+
 def drawn_setup(seed: int, num_ops: int, *, faults: bool = True) -> Setup:
     """What a seed stands for."""
     rng = random.Random(f"{seed}:setup")
     return Setup(
         device_blocks=rng.choice((5, 6, 7, 10, 12)),
-        host_blocks=rng.choice((0, 4, 7, 7, 12, 16)),
+        host_blocks=(host_blocks := rng.choice((0, 4, 7, 7, 12, 16))),
+        **drawn_policy(seed, host_blocks),
         block_size=rng.choice((1, 2, 2, 4)),
         debug=rng.random() < 0.25,
         num_ops=num_ops,

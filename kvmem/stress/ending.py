@@ -18,16 +18,14 @@ from kvmem.stress.workload import Worker
 
 _ATTEMPTS = 200  # to step one sequence; each may be hit by an injected fault
 _ALL = 2**31 - 1
+_DRAIN_WITHIN = 30.0  # seconds without an end of the copies; frames left then are a leak
 
 
 class Ending:
     """Reads, frees and drains. ``num_begun`` grows, for the watchdog."""
 
-    def __init__(
-        self, manager: Manager, workers: Sequence[Worker], leaks: Leaks, *, hang_seconds: float
-    ) -> None:
+    def __init__(self, manager: Manager, workers: Sequence[Worker], leaks: Leaks) -> None:
         self._m, self._workers, self._leaks = manager, workers, leaks
-        self._hang_seconds = hang_seconds
         self.num_begun = 0
 
     def run(self) -> None:
@@ -51,8 +49,8 @@ class Ending:
                     worker.extend(tracked, 1)
                 # giving K/V up would hide it: only where swapping is not enough
                 self._m.make_room([tracked.seq], how="swap" if attempt == 0 else "auto")
-                with self._m.step([tracked.seq], fit="some") as step:
-                    worker.body.run(step, worker.live)
+                step = self._m.step([tracked.seq], fit="some")
+                worker.compute(step)
                 if not step.left_out:
                     return
             except TransferError as error:
@@ -66,7 +64,7 @@ class Ending:
 
     def _drain(self) -> None:
         """Evict until both tiers are empty (R9); frames that stay are a leak."""
-        deadline = time.monotonic() + self._hang_seconds / 2
+        deadline = time.monotonic() + _DRAIN_WITHIN
         while True:
             self.num_begun += 1
             self._m.poll()

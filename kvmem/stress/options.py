@@ -10,11 +10,11 @@ from typing import Any
 from kvmem.checks import boolean, integer, shown
 from kvmem.config import Config
 from kvmem.errors import ConfigError
-from kvmem.sim_options import MAX_SEED, MODES, SimOptions
+from kvmem.sim_options import MODES, SimOptions
 
 MAX_SEQUENCES = 65536
 MAX_THREADS = 256
-MAX_OPS = 2**62
+MAX_OPS = MAX_SEED = 2**62
 #: The flag of each option; ``command`` and the messages of the command line use it.
 FLAGS = {
     "device": "--device",
@@ -85,7 +85,8 @@ class StressOptions:
             )
         _number("pressure", self.pressure, "a number 0.1 to 1000", lambda x: 0.1 <= x <= 1000)
         _number("faults", self.faults, "a share 0 to 0.5", lambda x: 0 <= x <= 0.5)
-        if self.faults and self.device == "cpu":
+        self.config(0)
+        if self.faults and self.device != "sim":
             raise ConfigError(
                 f"faults={self.faults} needs device='sim': nothing injects faults on the CPU"
             )
@@ -95,7 +96,6 @@ class StressOptions:
             _number("switch_interval", self.switch_interval, allowed, lambda x: 0 < x <= 1)
         _number("hang_seconds", self.hang_seconds, "a number > 0", lambda x: x > 0)
         boolean("debug", self.debug)
-        self.config(0)
 
     @property
     def max_tokens(self) -> int:

@@ -123,8 +123,7 @@ class _Run:
         try:
             ended = self._watch(threads, lambda: sum(w.num_begun for w in self._workers))
             if ended and self._goes_on():
-                hang = self._options.hang_seconds
-                ending = Ending(manager, self._workers, self.report.leaks, hang_seconds=hang)
+                ending = Ending(manager, self._workers, self.report.leaks)
                 last = _thread("stress-end", self._end, ending)
                 ended = self._watch([last], lambda: ending.num_begun)
         except BaseException:

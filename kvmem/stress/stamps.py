@@ -78,7 +78,7 @@ def attended(query: Rows, key: Rows, value: Rows) -> NDArray[np.float64]:
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     mixed = weights @ value.transpose(1, 0, 2)[:, None]
-    out: NDArray[np.float64] = mixed.transpose(2, 0, 1, 3).reshape(n, num_heads, -1)
+    out: NDArray[np.float64] = mixed.transpose(2, 0, 1, 3).reshape(n, num_heads, head_dim)
     return out
 
 

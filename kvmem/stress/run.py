@@ -117,15 +117,17 @@ class _Run:
         self._latest = None
         for worker in self._workers:
             worker.begin(manager)
-        threads = [_thread(f"stress-{w.number}", self._work, w) for w in self._workers]
-        if self._options.device == "sim" and len(threads) > 1:
-            _thread("stress-poll", self._poll, manager)
+        threads: list[threading.Thread] = []
         try:
+            for worker in self._workers:
+                threads.append(_thread(f"stress-{worker.number}", self._work, worker))
+            if self._options.device == "sim" and len(threads) > 1:
+                _thread("stress-poll", self._poll, manager)
             ended = self._watch(threads, lambda: sum(w.num_begun for w in self._workers))
             if ended and self._goes_on():
                 ending = Ending(manager, self._workers, self.report.leaks)
-                last = _thread("stress-end", self._end, ending)
-                ended = self._watch([last], lambda: ending.num_begun)
+                threads.append(_thread("stress-end", self._end, ending))
+                ended = self._watch(threads[-1:], lambda: ending.num_begun)
         except BaseException:
             self._give_up(manager, threads)
             raise

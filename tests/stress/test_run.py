@@ -16,6 +16,7 @@ from kvmem.cli import main as cli
 from kvmem.cli import stress as cli_stress
 from kvmem.step import Step
 from kvmem.store.device import Stream
+from kvmem.store.order import StepFences
 from kvmem.stress import StressOptions, StressReport, run_stress
 from kvmem.stress.workload import Worker
 from tests.stress.planting import FlippedBytes, around, stressed
@@ -199,6 +200,17 @@ def test_a_thread_and_a_file_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         end.set()
         os.close(opened[0])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_wait_left_out_is_a_race(
+    threads: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies don't wait for the steps before them; the simulated device tells."""
+    around(monkeypatch, StepFences, "after", lambda original, fences, epoch: ())
+    report = stressed(seed=seed, device="sim", threads=threads)
+    assert report.breaches[0].kind == "race"
+    assert "first: " in report.breaches[0].detail
 
 
 def test_a_broken_rule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,13 @@
 """A stress run: threads on one Manager, a watchdog over them, and what is left at the end.
 
 The calling thread only watches: it never calls a Manager that might hang, tells the progress once a
-second, and takes Ctrl-C. A Manager that an injected fault failed is closed, and a new one goes on.
+second, and takes Ctrl-C. A Manager that an injected fault failed is closed, and a new one goes on;
+a simulated device is changed now and then for one that behaves in another way.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -28,6 +30,8 @@ from kvmem.stress.workload import NUM_PREFIXES, Worker, drawn_tokens
 from kvmem.warming import warmup
 
 MAX_BREACHES = 8  # kept; the first stops the run, but others may be on their way
+#: Operations on one simulated device, of all threads: the next behaves in another way.
+SIM_OPERATIONS = 1000
 _LOOK_EVERY = 32  # operations of a thread between two looks at the counters
 _TICK = 0.1  # seconds between two looks of the watchdog
 _STOP_WITHIN = 2.0  # seconds that threads get to end when the run is given up
@@ -118,33 +122,39 @@ class _Run:
         for worker in self._workers:
             worker.begin(manager)
         threads: list[threading.Thread] = []
+        pollers: list[threading.Thread] = []
         try:
             for worker in self._workers:
                 threads.append(_thread(f"stress-{worker.number}", self._work, worker))
             if self._options.device == "sim" and len(threads) > 1:
-                _thread("stress-poll", self._poll, manager)
+                pollers.append(_thread("stress-poll", self._poll, manager))
             ended = self._watch(threads, lambda: sum(w.num_begun for w in self._workers))
             if ended and self._goes_on():
                 ending = Ending(manager, self._workers, self.report.leaks)
                 threads.append(_thread("stress-end", self._end, ending))
                 ended = self._watch(threads[-1:], lambda: ending.num_begun)
         except BaseException:
-            self._give_up(manager, threads)
+            self._give_up(manager, threads + pollers)
             raise
         if not ended:
-            self._give_up(manager, threads)
+            self._give_up(manager, threads + pollers)
             return
         self._over.set()
+        _join(pollers, _STOP_WITHIN)
         if self._latest is not None:
             self.report.add(self._latest)
             self._latest = None
         manager.close()
 
     def _work(self, worker: Worker) -> None:
-        share = None
-        if self._options.ops is not None:
-            share = _share(self._options.ops, self._options.threads, worker.number)
-        while not (self._stop.is_set() or self._over.is_set() or worker.num_begun == share):
+        options, number = self._options, worker.number
+        last: float = math.inf  # operation on this Manager
+        if options.ops is not None:
+            last = _share(options.ops, options.threads, number)
+        if options.device == "sim":
+            turn = _share(SIM_OPERATIONS, options.threads, number)
+            last = min(last, worker.num_begun + turn)
+        while not (self._stop.is_set() or self._over.is_set() or worker.num_begun >= last):
             self._guarded(worker.operate, worker)
             worker.count_checked()
             if worker.num_begun % _LOOK_EVERY == 0:

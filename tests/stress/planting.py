@@ -40,6 +40,7 @@ class FlippedBytes:
         self.planted: dict[int, int] = {}  # sequence id -> position
         around(monkeypatch, kvmem.Manager, "swap_out", self._swap_out)
         around(monkeypatch, kvmem.Manager, "fork", self._fork)
+        self.planted.clear()  # of warming up
 
     def _swap_out(self, original: Any, m: kvmem.Manager, seqs: Any, how: str = "swap") -> Any:
         transfer = original(m, seqs, how)

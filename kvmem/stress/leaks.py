@@ -59,6 +59,7 @@ class LeakWatch:
         self._threads = threading.active_count()
         self._fds = self._process.num_fds()
         self._samples: list[tuple[float, float]] = []  # seconds, MiB
+        self.sample()
 
     def sample(self) -> None:
         """Note the resident memory; once a second is often enough."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmem.cache import Pin
 from kvmem.manager import Manager
 from kvmem.sequence import Sequence
 from kvmem.step import Step
@@ -67,7 +68,7 @@ class Worker:
         self._kinds, self._weights = list(acts), [weight for weight, _ in acts.values()]
         self._run = {kind: act for kind, (_, act) in acts.items()}
         self.live: dict[int, Tracked] = {}
-        self._pins: list[object] = []
+        self._pins: list[Pin] = []
 
     def begin(self, manager: Manager) -> None:
         """Forget the former Manager and go on with this one."""
@@ -105,7 +106,7 @@ class Worker:
     def release_pins(self) -> None:
         """Let all pinned blocks go."""
         while self._pins:
-            self._pins.pop().release()  # type: ignore[attr-defined]
+            self._pins.pop().release()
 
     def _acts(self) -> dict[str, tuple[int, Callable[[], None]]]:
         """Each kind of operation: how often, and what."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shlex
 import sys
 import threading
@@ -72,6 +73,39 @@ def test_injected_faults_are_worked_through(threads: int, seed: int) -> None:
     assert sum(report.faults.values()) > 0
     assert set(report.faults) <= {"copy_before", "copy_after", "event", "sticky", "transfer"}
     assert report.num_operations == 400
+
+
+def test_a_step_that_lost_its_kv_is_computed_again(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its body read is no breach where leaving it says that a copy had failed."""
+    rng, lost = random.Random(seed), set()
+
+    def attend(original: Any, step: Step, layer: int, q: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = original(step, layer, q)
+        if rng.random() < 0.1:
+            lost.add(id(step))
+            out += 1
+        return out
+
+    def leave(original: Any, step: Step, kind: Any, error: Any, traceback: Any) -> None:
+        if id(step) in lost:
+            lost.discard(id(step))
+            step.cancel()
+            if kind is None:
+                told = kvmem.TransferError("injected fault copy_after at in 7")
+                told.lost = tuple((seq.id, 0) for seq in step.seqs)  # type: ignore[attr-defined]
+                raise told
+        original(step, kind, error, traceback)
+
+    around(monkeypatch, Step, "attend", attend)
+    around(monkeypatch, Step, "__exit__", leave)
+    report = stressed(seed=seed, device="sim", faults=1e-9)
+    assert report.breaches == []
+    assert report.ok
+    assert report.faults["copy_after"] > 5
+    assert report.sequences_lost > 5
+    assert report.managers == 1
 
 
 def test_a_run_is_repeated_by_its_seed(seed: int) -> None:

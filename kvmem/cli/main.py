@@ -28,6 +28,7 @@ COMMANDS = {
     "doctor": "what would stop kvmem on this machine, and what to do",
     "plan": "what a model and its tiers take, before they do",
     "report": "memory of GPUs, host and processes, with the limits that bind",
+    "stress": "swap pressure on a Manager for seconds to hours, each byte checked",
     "warmup": "compile what a Manager calls, ahead of its first request",
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -91,6 +92,28 @@ def note(text: str) -> None:
     """A line of progress: on stderr, and only when it is a terminal."""
     if is_terminal(sys.stderr):
         print(f"kvmem: {text}", file=sys.stderr, flush=True)
+
+
+class ProgressLine:
+    """One line of progress on stderr, each written over the last; nothing off a terminal."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def show(self, text: str) -> None:
+        """Write ``text`` in place of what is there, cut to the width of the terminal."""
+        if is_terminal(sys.stderr):
+            width = shutil.get_terminal_size().columns
+            sys.stderr.write("\r\x1b[K" + f"kvmem: {text}"[: width - 1])
+            sys.stderr.flush()
+            self._shown = True
+
+    def end(self) -> None:
+        """Clear the line, so that the next output begins where it began."""
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+            self._shown = False
 
 
 def watched(seconds: float, count: int | None) -> Iterator[int]:

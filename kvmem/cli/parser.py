@@ -82,6 +82,17 @@ def counted(text: str) -> int:
     return value
 
 
+def number(text: str) -> float:
+    """A finite number, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{shown(text)!r} is no number; give e.g. 0.5 or 1e-6")
+    return value
+
+
 def seconds(text: str) -> float:
     """A duration of 0.1 s to a day, for argparse."""
     try:

@@ -134,12 +134,10 @@ def copy_queued(state: State, max_blocks: int) -> int:
 
 
 @compiled
-def queue_block(state: State, b: int, epoch: int) -> None:
-    """Note a block that step `epoch` completed and a running sequence published. An id is queued
+def queue_block(state: State, b: int) -> None:
+    """Note a block that a running sequence published. An id is queued
     once, also when another block has got it meanwhile, so the ring can't overflow. O(1)."""
     ledger, block = state.ledger[0], state.blocks[b]
-    frame = state.frames[device_at(state, block.device_frame)]
-    frame.last_use = max(frame.last_use, epoch)  # what a copy of it waits for (R6)
     if block.bits & QUEUED:
         return
     block.bits |= QUEUED

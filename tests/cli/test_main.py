@@ -123,6 +123,32 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["doctor", "--pin", "0"], r"--pin: '0' is no size"),
     (["doctor", "--pin", "1XiB"], r"--pin: '1XiB' is no size"),
     (["doctor", "--pin"], r"argument --pin: expected one argument"),
+    # stress
+    (["stress", "--second", "3"], r"unknown flag --second; did you mean --seconds\?"),
+    (["stress", "--seconds", "0"], r"'0' is no duration; give seconds from 0.1 to 86400"),
+    (["stress", "--seconds", "long"], r"'long' is no duration"),
+    (["stress", "--ops", "0"], r"--ops: '0' is too small"),
+    (["stress", "--ops", "many"], r"'many' is not a whole number"),
+    (["stress", "--seed", "-1"], r"--seed=-1 is out of range"),
+    (["stress", "--seed", "x"], r"--seed: 'x' is not a whole number"),
+    (["stress", "--threads", "0"], r"--threads=0 is out of range"),
+    (["stress", "--threads", "99"], r"--threads=99 work on sequences .* --sequences=16: give"),
+    (["stress", "--sequences", "0"], r"--sequences=0 is out of range"),
+    (["stress", "--sequence-blocks", "0"], r"--sequence-blocks=0 is out of range"),
+    (["stress", "--pressure", "0"], r"--pressure=0.0 is out of range: give a number 0.1 to 1000"),
+    (["stress", "--pressure", "high"], r"--pressure: 'high' is no number"),
+    (["stress", "--pressure", "nan"], r"'nan' is no number"),
+    (["stress", "--faults", "0.1"], r"--faults=0.1 needs --device='sim'"),
+    (["stress", "--device", "sim", "--faults", "2"], r"--faults=2.0 .*give a share 0 to 0.5"),
+    (["stress", "--switch-interval", "0"], r"--switch-interval=0.0 is out of range"),
+    (["stress", "--device", "cuda"], r"--device='cuda' is not in this version; supported: 'cpu'"),
+    (["stress", "--device", "gpu"], r"--device='gpu' is unknown"),
+    (["stress", "--dtype", "fp8"], r"--dtype='fp8' is not in this version"),
+    (["stress", "--block-size", "48"], r"--block-size=48 must be a power of two"),
+    (["stress", "--layers", "0"], r"--layers=0 is out of range"),
+    (["stress", "--kv-heads", "0"], r"--kv-heads=0 is out of range"),
+    (["stress", "--head-dim", "0"], r"--head-dim=0 is out of range"),
+    (["stress", "stray"], r"unknown argument stray"),
 ]  # fmt: skip
 
 
@@ -169,7 +195,10 @@ def test_without_a_command(words: list[str], capsys: pytest.CaptureFixture[str])
         assert all(name in out for name in cli.COMMANDS)
 
 
-JSON = [PLAN, ["report"], ["doctor"], ["report", "--watch", "0.1", "--count", "1"]]
+JSON = [
+    PLAN, ["report"], ["doctor"], ["report", "--watch", "0.1", "--count", "1"],
+    ["stress", "--ops", "20"],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("words", JSON, ids=lambda x: " ".join(x)[:20])

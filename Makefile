@@ -23,7 +23,7 @@ export KVMEM_PROFILE ?= ci
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run test test-all test-bounds test-coverage lint bench docs clean
+.PHONY: help setup run test test-all test-bounds test-coverage sim soak threads lint bench docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | sort | expand -t 16
@@ -48,7 +48,7 @@ run: setup  ## the main job: a real model served under swap pressure (ARGS="--he
 test: setup test-all test-bounds test-coverage  ## all tests that need neither a GPU nor a browser
 
 test-all: setup
-	$(PYTEST) -m 'not gpu and not browser' $(ARGS)
+	$(PYTEST) -m 'not gpu and not browser and not threads' $(ARGS)
 
 # numba's cache does not know about this switch, so it gets a folder of its own.
 test-bounds: setup
@@ -59,6 +59,19 @@ test-coverage: setup
 	@mkdir -p .cache
 	NUMBA_DISABLE_JIT=1 $(BIN)/python -m coverage run -m pytest -q --timeout 600 tests/ledger
 	$(BIN)/python -m coverage report --fail-under=90
+
+# A million operations with faults on the simulated device, from a new seed each time.
+sim: setup  ## random operations on the simulated device: races, failed copies, liveness
+	$(BIN)/python -m tests.sim.programme --first -1 --seeds 2500 --ops 400 --jobs 2 --require
+
+# Ten million, and the search for seeds that find each planted mistake; SCALE=100 for a release.
+SCALE ?= 10
+soak: setup  ## the same, SCALE times as long (default 10), and the planted mistakes anew
+	$(BIN)/python -m tests.sim.programme --first -1 --seeds $$((2500 * $(SCALE))) --ops 400 --jobs 2 --require
+	NUMBA_DISABLE_JIT=1 $(BIN)/python -m tests.sim.mutate --find 200
+
+threads: setup  ## eight threads on one Manager for a minute, on both devices
+	$(PYTEST) -m threads -s tests/stress/test_threads.py
 
 lint: setup  ## style, types, layers
 	$(BIN)/ruff check .

@@ -16,19 +16,17 @@ from numpy.typing import NDArray
 from kvmem.plan import Plan
 
 from . import decide, ops_sequences, ops_steps, ops_tiers
-from .flights import Flights
-from .growth import GrowingState, span_capacity
-from .losses import Loss, let_go
+from .growth import span_capacity
 from .raising import Refusal, refuse
-from .sealed import plan_of
+from .sealing import NO_PLAN, SealingState
 from .state import DEVICE, FREED, GROUP, NO_SEQUENCE, RESIDENT, SWAPPED, make_state
-from .step_arrays import HAS_PLAN, IS_FILLED, NUM_TOKENS, REPORT_LENGTH, WANTS_CLEANING, StepArrays
+from .step_arrays import HAS_PLAN, IS_FILLED, NUM_TOKENS, WANTS_CLEANING, StepArrays
 from .verify import verify
 
 Ids = NDArray[np.int32]
 
 
-class Ledger(GrowingState):
+class Ledger(SealingState):
     """Blocks, frames, tables and the trie of one Manager. Not thread-safe: the Manager locks."""
 
     def __init__(
@@ -54,16 +52,10 @@ class Ledger(GrowingState):
         )
         super().__init__(state)
         self.open_steps: dict[int, StepArrays] = {}  # by epoch
-        self.spoiled: set[int] = set()  # open steps over blocks that a failed copy took
-        self.failed_blocks = [0, 0]  # blocks of transfers that failed, by the tier they went to
-        self._flights = Flights()
         self._spare: deque[StepArrays] = deque()  # of ended steps, the longest ended first
         self._asking = StepArrays()  # of questions that plan nothing
         self._hashes = np.zeros(16, np.int64)
         self._need = np.zeros(2, np.int64)
-        self._report = np.zeros(REPORT_LENGTH, np.int64)
-        self._retired = (0, 0)
-        self.wants_cleaning = False  # after the last plan: `clean` would find something
 
     # --- sequences ------------------------------------------------------------------------------
 
@@ -276,7 +268,7 @@ class Ledger(GrowingState):
             self.addresses, arrays.addresses, len(arrays.rows), epoch, commit
         )
         self._spare.append(arrays)
-        return self._sealed(arrays.whole.report.tolist(), epoch) if has_plan else _NO_PLAN
+        return self._sealed(arrays.whole.report.tolist(), epoch) if has_plan else NO_PLAN
 
     def fits(
         self,
@@ -368,48 +360,6 @@ class Ledger(GrowingState):
             ops_tiers.reset(self.addresses, number, roots)
         return self.seal()
 
-    # --- plans ----------------------------------------------------------------------------------
-
-    def seal(self) -> Plan:
-        """The plan of the call just made; its ids are issued, its lists emptied."""
-        has_plan = ops_steps.seal_plan(self.addresses, self._report)
-        self.wants_cleaning = bool(self._report[WANTS_CLEANING])
-        if not has_plan:
-            return _NO_PLAN
-        return self._sealed(self._report.tolist(), int(self.state.ledger["epoch"][0]))
-
-    def _sealed(self, report: list[int], epoch: int) -> Plan:
-        """The plan that was sealed; `epoch` is the last step planned before it."""
-        plan = plan_of(self.state, report)
-        for part in (*plan.earlier, plan):
-            self._flights.add(self.state, part, epoch)
-        return plan
-
-    @property
-    def issued(self) -> tuple[int, int]:
-        """The last out id and the last in id given to a plan."""
-        ledger = self.state.ledger
-        return int(ledger["last_out"][0]), int(ledger["last_in"][0])
-
-    def retire(self, out_id: int, in_id: int) -> None:
-        """Note that transfers up to these ids are done."""
-        if (out_id, in_id) != self._retired:
-            self._retired = (out_id, in_id)
-            self.state.ledger["retired_out"][0] = out_id
-            self.state.ledger["retired_in"][0] = in_id
-
-    # --- failures -------------------------------------------------------------------------------
-
-    def fail(self, tier: int, transfer_id: int) -> tuple[list[Loss], Plan]:
-        """Let go of what a failed transfer to a tier took: the sequences that lost K/V, cut to what
-        they still have (those in an open step, which is spoiled, when it ends). Before `retire`
-        learns of the transfer. O(transfers in flight), O(table entries + nodes) for a loss."""
-        failure = self._flights.failed(self.state, tier, transfer_id)
-        self.failed_blocks[tier] += failure.num_blocks
-        losses, spoiled = let_go(self.state, self.addresses, failure)
-        self.spoiled |= spoiled
-        return losses, self.seal()
-
     # --- checks ---------------------------------------------------------------------------------
 
     def verify(self) -> None:
@@ -440,7 +390,6 @@ class Ledger(GrowingState):
 
 _NO_IDS = np.zeros(0, np.int32)  # writable: a read-only array is a type of its own to Numba
 _ONE_EACH = np.zeros(0, np.int64)  # counts that were not given
-_NO_PLAN = Plan()  # of a call that moves nothing
 
 
 __all__ = ["Ledger", "Refusal", "StepArrays"]

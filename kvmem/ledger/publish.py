@@ -90,7 +90,8 @@ def publish(state: State, s: int) -> None:
         else:
             state.blocks[b].node = insert_node(state, parent, row_hash, start, b)
             frame = state.frames[device_at(state, state.blocks[b].device_frame)]
-            frame.last_use = max(frame.last_use, sequence.last_step)  # for whoever merges, or copies it (R6)
+            # whoever merges into it, or copies it, waits for its writer (R6)
+            frame.last_use = max(frame.last_use, sequence.last_step)
             ledger.published += 1
             if ledger.tier_policy == WRITE_THROUGH:
                 queue_block(state, b)

@@ -238,7 +238,9 @@ class Driver(Steps):
 
     def op_match(self) -> None:
         """A match is exactly the longest cached path; the forecast of create agrees."""
-        self.m.poll()  # what failed is recovered from here, not inside `match`
+        self.m.poll()
+        while self.m._runtime.failed:  # recovered from here, not inside `match`
+            self.m.poll()
         tokens = self.rng.choice(self.prefixes)[: self.rng.randint(1, 12)]
         name = self.rng.choice(NAMESPACES)
         number = self.m._runtime.ledger._namespaces.get(

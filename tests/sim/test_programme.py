@@ -1,4 +1,4 @@
-"""The simulated programme, CI's share of it; `python -m tests.sim.programme` runs as much as asked.
+"""The simulated programme for a minute; `make sim` runs CI's share, `make soak` ten times that.
 
 Seeds rotate with the run's own (KVMEM_SEED); a breach names the command that replays it.
 """

@@ -42,17 +42,16 @@ def copy_blocks(
     """
     pairs: Any = (source, target, num_tokens)
     planes: Any = (plane_offset, plane_rows, plane_width)
-    device = device_of(
-        arena=arena, source=source, target=target, num_tokens=num_tokens,
-        plane_offset=plane_offset, plane_rows=plane_rows, plane_width=plane_width,
-    )  # fmt: skip
     if check:
+        device_of(
+            arena=arena, source=source, target=target, num_tokens=num_tokens,
+            plane_offset=plane_offset, plane_rows=plane_rows, plane_width=plane_width,
+        )  # fmt: skip
         _check(arena, pairs, block_size, planes)
     if isinstance(arena, DeviceArray):
         from cuda_kernels.block_copy import cuda_call
 
-        assert device is not None
-        cuda_call.copy(device, arena, int(block_size), pairs, planes, stream)
+        cuda_call.copy(arena, int(block_size), pairs, planes, stream)
         return
     from cuda_kernels.block_copy import cpu
 

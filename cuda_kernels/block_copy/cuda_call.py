@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from cuda_kernels.cuda.array import DeviceArray
-from cuda_kernels.cuda.kernel import Device, KernelSource, Launch
+from cuda_kernels.cuda.kernel import KernelSource, Launch
 
 THREADS = 256
 
 
-def source(pair_bytes: int, plane_bytes: int) -> KernelSource:
-    """The kernel for integers of 4 or 8 bytes in the arrays of pairs and of planes."""
-    return KernelSource(
+#: The kernel by the bytes of an integer in the arrays of pairs, and of planes.
+KERNELS = {
+    (pair_bytes, plane_bytes): KernelSource(
         "cuda_kernels.block_copy.cuda_copy",
         "copy_blocks",
         ("int64",) * 10,
         THREADS,
         (("pair_bytes", pair_bytes), ("plane_bytes", plane_bytes)),
     )
+    for pair_bytes in (4, 8)
+    for plane_bytes in (4, 8)
+}
 
 
 def copy(
-    device: Device,
     arena: DeviceArray,
     block_size: int,
     pairs: tuple[DeviceArray, DeviceArray, DeviceArray],
@@ -41,5 +43,5 @@ def copy(
         raise ValueError(f"plane_offset has {num_planes} planes; at most 65535 in one launch")
     addresses = (array.address for array in (*pairs, *planes))
     arguments = (arena.address, arena.strides[0], arena.itemsize, block_size, *addresses)
-    kernel = source(pairs[0].itemsize, planes[0].itemsize)
-    device.launch(Launch(kernel, (count, num_planes, 1), arguments), stream)
+    kernel = KERNELS[pairs[0].itemsize, planes[0].itemsize]
+    arena.device.launch(Launch(kernel, (count, num_planes, 1), arguments), stream)

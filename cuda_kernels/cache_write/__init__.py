@@ -51,12 +51,10 @@ def write_kv(
     """
     storage = storage_dtype(dtype)
     values = arena if value_arena is None else value_arena
-    device = None
-    if check or isinstance(arena, DeviceArray):
-        device = device_of(
+    if check:
+        device_of(
             arena=arena, key=key, value=value, slot_mapping=slot_mapping, value_arena=value_arena
         )
-    if check:
         checks.layout(layout)
         _check(
             arena,
@@ -80,8 +78,7 @@ def write_kv(
     if isinstance(slot_mapping, DeviceArray):
         from cuda_kernels.cache_write import cuda_call
 
-        assert device is not None
-        cuda_call.write(device, slot_mapping, size, work[0], work[1], stream)
+        cuda_call.write(slot_mapping, size, work[0], work[1], stream)
         return
     from cuda_kernels.cache_write import cpu
 

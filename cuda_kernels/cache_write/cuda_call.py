@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from cuda_kernels.cuda.array import DeviceArray
-from cuda_kernels.cuda.kernel import Device, KernelSource, Launch
+from cuda_kernels.cuda.kernel import KernelSource, Launch
 from cuda_kernels.plane import Plane
 
 THREADS = 128
 
 
-def source(slot_bytes: int) -> KernelSource:
-    """The kernel for slots of 4 or 8 bytes."""
-    return KernelSource(
+#: The kernel by the bytes of a slot.
+KERNELS = {
+    slot_bytes: KernelSource(
         "cuda_kernels.cache_write.cuda_write",
         "write_kv",
         ("int64",) * 19,
         THREADS,
         (("slot_bytes", slot_bytes),),
     )
+    for slot_bytes in (4, 8)
+}
 
 
 def write(
-    device: Device,
     slots: DeviceArray,
     block_size: int,
     key: tuple[DeviceArray, DeviceArray, Plane],
@@ -43,5 +44,5 @@ def write(
         arguments += [rows.address, rows.strides[0], rows.strides[1], rows.shape[2] * size]
         arguments += [arena.address + plane.offset * size, arena.strides[0]]
         arguments += [plane.token_stride * size, plane.head_stride * size]
-    launch = Launch(source(slots.itemsize), (num_tokens, 2, 1), tuple(arguments))
-    device.launch(launch, stream)
+    launch = Launch(KERNELS[slots.itemsize], (num_tokens, 2, 1), tuple(arguments))
+    slots.device.launch(launch, stream)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class KernelSource:
-    """Where a kernel's Python function comes from, and how it is compiled.
+    """Where a kernel's Python function comes from, and how it is compiled; one object a kernel.
+
+    It is found by identity, since hashing its fields would take longer than the launch.
 
     ``maker`` is a function of ``module`` that takes the ``constants`` and returns the kernel; its
     parameters have the Numba types ``parameters`` ("int64", "float32"). ``threads`` is the size of

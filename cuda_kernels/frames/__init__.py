@@ -52,12 +52,9 @@ def _move_frames(
     target: Any, target_ids: Any, origin: Any, ids: Any, check: bool, max_blocks: int, stream: int
 ) -> None:
     """Checks, then the launch on a device or the twin."""
-    device = None
-    if check or isinstance(target, DeviceArray):
-        device = device_of(
-            target_arena=target, target_ids=target_ids, source_arena=origin, source_ids=ids
-        )
+    on_device = isinstance(target, DeviceArray)
     if check:
+        device_of(target_arena=target, target_ids=target_ids, source_arena=origin, source_ids=ids)
         checks.array("source_arena", origin, _BYTE, (None, None), contiguous=True)
         frame_bytes = origin.shape[1]
         checks.array("target_arena", target, _BYTE, (None, frame_bytes), contiguous=True)
@@ -66,18 +63,18 @@ def _move_frames(
         checks.array("target_ids", target_ids, checks.INTEGER_DTYPES, (ids.shape[0],))
         checks.frame_ids("source_ids", ids, origin.shape[0], "source_arena")
         checks.frame_ids("target_ids", target_ids, target.shape[0], "target_arena")
-        if device is None:
+        if not on_device:
             _refuse_repeated("target_ids", target_ids)
             if np.may_share_memory(origin, target):
                 raise ValueError(
                     "source_arena and target_arena overlap; use copy_blocks inside one"
                 )
-    if device is not None:
+    if on_device:
         from cuda_kernels.frames import cuda_call
 
         blocks = checks.integer("max_blocks", max_blocks, 1, 2**31 - 1)
         ends = (target, 0, target_ids), (origin, 0, ids)
-        cuda_call.move(device, *ends, ids.shape[0], target.shape[1], blocks, stream)
+        cuda_call.move(*ends, ids.shape[0], target.shape[1], blocks, stream)
         return
     from cuda_kernels import simd
     from cuda_kernels.frames import cpu
@@ -141,27 +138,28 @@ def _move_pieces(
     gather: bool,
 ) -> None:
     """Both ways between staging and frames."""
-    device = device_of(staging=staging, arena=arena, ids=ids)
+    on_device = isinstance(arena, DeviceArray)
     if check:
+        device_of(staging=staging, arena=arena, ids=ids)
         checks.array("arena", arena, _BYTE, (None, None), contiguous=True)
         checks.array("staging", staging, _BYTE, (None, None), contiguous=True)
         checks.writable("staging" if gather else "arena", staging if gather else arena)
         checks.plane("offset", offset, 1, 1, staging.shape[1], arena.shape[1])
         checks.array("ids", ids, checks.INTEGER_DTYPES, (staging.shape[0],))
         checks.frame_ids("ids", ids, arena.shape[0], "arena")
-        if device is None:
+        if not on_device:
             if not gather:
                 _refuse_repeated("ids", ids)
             if np.may_share_memory(staging, arena):
                 raise ValueError("staging and arena overlap")
-    if device is not None:
+    if on_device:
         from cuda_kernels.frames import cuda_call
 
         blocks = checks.integer("max_blocks", max_blocks, 1, 2**31 - 1)
         ends = [(staging, 0, None), (arena, int(offset), ids)]
         target, origin = ends if gather else ends[::-1]
         count, size = staging.shape
-        cuda_call.move(device, target, origin, count, size, blocks, stream)
+        cuda_call.move(target, origin, count, size, blocks, stream)
         return
     from cuda_kernels.frames import cpu
 

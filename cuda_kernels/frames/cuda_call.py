@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from cuda_kernels.cuda.array import DeviceArray
-from cuda_kernels.cuda.kernel import Device, KernelSource, Launch
+from cuda_kernels.cuda.kernel import KernelSource, Launch
 
 THREADS = 256
 # A chunk keeps 256 threads busy for two rounds of four 16-byte loads each.
 CHUNK_BYTES = 32768
 
 
-def source(target_id_bytes: int, source_id_bytes: int) -> KernelSource:
-    """The kernel for ids of 4 or 8 bytes, or none (0)."""
-    return KernelSource(
+#: The kernel by the bytes of an id of the target, and of the source; 0: no ids.
+KERNELS = {
+    (target_id_bytes, source_id_bytes): KernelSource(
         "cuda_kernels.frames.cuda_move",
         "move_pieces",
         ("int64",) * 10,
         THREADS,
         (("target_id_bytes", target_id_bytes), ("source_id_bytes", source_id_bytes)),
     )
+    for target_id_bytes in (0, 4, 8)
+    for source_id_bytes in (0, 4, 8)
+}
 
 
 def move(
-    device: Device,
     target: tuple[DeviceArray, int, DeviceArray | None],
     origin: tuple[DeviceArray, int, DeviceArray | None],
     num_pieces: int,
@@ -43,4 +45,4 @@ def move(
         widths.append(0 if ids is None else ids.itemsize)
     arguments += [num_pieces, piece_bytes, CHUNK_BYTES, chunks]
     grid = (min(max_blocks, num_pieces * chunks), 1, 1)
-    device.launch(Launch(source(*widths), grid, tuple(arguments)), stream)
+    target[0].device.launch(Launch(KERNELS[widths[0], widths[1]], grid, tuple(arguments)), stream)

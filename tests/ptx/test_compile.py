@@ -20,11 +20,11 @@ from tests.ptx.device import InterpretedDevice, needs_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = [
-    *(cache_write.source(width) for width in (4, 8)),
-    *(block_copy.source(pair, plane) for pair in (4, 8) for plane in (4, 8)),
-    *(frames.source(target, source) for target in (0, 4, 8) for source in (0, 4, 8)),
+    *cache_write.KERNELS.values(),
+    *block_copy.KERNELS.values(),
+    *frames.KERNELS.values(),
 ]
-SMALL = frames.source(0, 4)
+SMALL = frames.KERNELS[0, 4]
 
 
 @needs_compiler
@@ -50,8 +50,8 @@ import hashlib, sys
 from cuda_kernels.cuda.compile import make_ptx
 from cuda_kernels.frames import cuda_call
 if sys.argv[1] == "late":
-    make_ptx(cuda_call.source(4, 0), (9, 0))
-print(hashlib.sha256(make_ptx(cuda_call.source(0, 4), (9, 0))).hexdigest())
+    make_ptx(cuda_call.KERNELS[4, 0], (9, 0))
+print(hashlib.sha256(make_ptx(cuda_call.KERNELS[0, 4], (9, 0))).hexdigest())
 """
     hashes = {python(code, when).strip() for when in ("early", "late")}
     assert len(hashes) == 1
@@ -90,7 +90,7 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 from cuda_kernels.cuda.compile import compile_kernel
 from cuda_kernels.frames import cuda_call
-made = compile_kernel(cuda_call.source(0, 4), (9, 0), Path(sys.argv[1]))
+made = compile_kernel(cuda_call.KERNELS[0, 4], (9, 0), Path(sys.argv[1]))
 assert made.from_cache
 print(*made.hashes())
 """

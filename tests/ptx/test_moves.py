@@ -283,7 +283,7 @@ def test_frames_far_apart(device: InterpretedDevice) -> None:
         places[1].address, size, 0, base, stride, places[0].address, 4, size,
         cuda_call.CHUNK_BYTES, 1,
     )  # fmt: skip
-    device.launch(Launch(cuda_call.source(0, 4), (2, 1, 1), arguments), 0)
+    device.launch(Launch(cuda_call.KERNELS[0, 4], (2, 1, 1), arguments), 0)
     assert staging[:, 0].tolist() == [13, 11, 10, 12]
 
 

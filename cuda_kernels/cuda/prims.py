@@ -130,10 +130,10 @@ widen_float16 = primitive(
 )
 narrow_bfloat16 = primitive("narrow_bfloat16", "cvt.rn.bf16x2.f32 $0, $2, $1;", (U32,), (F32, F32))
 narrow_float16 = primitive("narrow_float16", "cvt.rn.f16x2.f32 $0, $2, $1;", (U32,), (F32, F32))
+as_float = primitive("as_float", "mov.b32 $0, $1;", (F32,), (U32,))
 exp2 = primitive("exp2", "ex2.approx.ftz.f32 $0, $1;", (F32,), (F32,))
 log2 = primitive("log2", "lg2.approx.f32 $0, $1;", (F32,), (F32,))
 maximum = primitive("maximum", "max.f32 $0, $1, $2;", (F32,), (F32, F32))
-bits_of = primitive("bits_of", "mov.b32 $0, $1;", (U32,), (F32,))
 
 # -- warps -----------------------------------------------------------------------------------------
 
@@ -143,5 +143,20 @@ shuffle_xor = primitive(
     "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;",
     (F32,),
     (F32, I32),
+    effects=True,
+)
+# The value of one lane, the same for all 32.
+shuffle_from = primitive(
+    "shuffle_from",
+    "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;",
+    (F32,),
+    (F32, I32),
+    effects=True,
+)
+shuffle_integer_from = primitive(
+    "shuffle_integer_from",
+    "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;",
+    (I32,),
+    (I32, I32),
     effects=True,
 )

@@ -215,6 +215,31 @@ def count_bits(ins: Instruction) -> Step:
     return pointwise(ins, (kind,), np.bitwise_count, "u32")
 
 
+def insert_bits(ins: Instruction) -> Step:
+    """`bfi`: the low bits of a in place of those of b from a position on."""
+    kind = type_of(ins, ("b32", "b64"))
+    only(ins, set())
+    dtype = TYPES[kind]
+
+    def function(a: Values, b: Values, position: Values, length: Values) -> Values:
+        mask = shifted_ones(position, length, dtype)
+        width = 8 * dtype.itemsize
+        moved = a << np.minimum(position & np.uint32(255), width - 1).astype(dtype)
+        return np.where((position & np.uint32(255)) < width, (b & ~mask) | (moved & mask), b)
+
+    return pointwise(ins, (kind, kind, "u32", "u32"), function, kind)
+
+
+def shifted_ones(position: Values, length: Values, dtype: np.dtype[Any]) -> Values:
+    """A mask of `length` ones from a bit on, cut off at the type's width."""
+    width = 8 * dtype.itemsize
+    first = np.minimum(position & np.uint32(255), width)
+    last = np.minimum(first + (length & np.uint32(255)), width)
+    bit = np.arange(width, dtype=np.uint32)
+    ones = (bit >= np.asarray(first)[..., None]) & (bit < np.asarray(last)[..., None])
+    return (ones * (dtype.type(1) << bit.astype(dtype))).sum(axis=-1, dtype=dtype)
+
+
 _ORDER: dict[str, Function] = {
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "eq": np.equal, "ne": np.not_equal,
@@ -333,6 +358,7 @@ DECODERS: dict[str, Decoder] = {
     "shl": shift(left=True),
     "shr": shift(left=False),
     "popc": count_bits,
+    "bfi": insert_bits,
     "setp": set_predicate,
     "selp": select,
     "prmt": permute_bytes,

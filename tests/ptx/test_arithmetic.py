@@ -129,6 +129,23 @@ def test_logic_and_counts(seed: int) -> None:
     assert evaluate("neg.s32", ones, 32, 32) == [-a % 2**32 for (a,) in ones]
 
 
+@pytest.mark.parametrize("bits", [32, 64])
+def test_bits_are_inserted(seed: int, bits: int) -> None:
+    rng = np.random.default_rng(seed)
+    edges = (0, 1, 5, bits - 5, bits - 1, bits, bits + 3)
+    rows = [
+        (a, b, int(rng.choice(edges)), int(rng.choice(edges)))
+        for a, b in zip(drawn(rng, bits), drawn(rng, bits), strict=True)
+    ]
+    expected = []
+    for a, b, position, length in rows:
+        for i in range(length):
+            if position + i < bits:
+                b = b & ~(1 << (position + i)) | (a >> i & 1 if i < bits else 0) << (position + i)
+        expected.append(b)
+    assert evaluate(f"bfi.b{bits}", rows, bits, bits) == expected
+
+
 def test_bytes_are_permuted(seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = [

@@ -78,6 +78,17 @@ class Kernel:
             raise unknown(ins, "the label is not known")
         return replace(step, target=self.program.labels[label.name])
 
+    def narrowest(self, space: str) -> int:
+        """The bytes of the narrowest access to a state space."""
+        return min(
+            (
+                TYPES[ins.modifiers[-1]].itemsize
+                for ins in self.program.code
+                if ins.opcode in ("ld", "st", "atom", "red") and space in ins.modifiers
+            ),
+            default=1,
+        )
+
     def run(
         self,
         grid: Sequence[int],
@@ -97,7 +108,7 @@ class Kernel:
         limit = self.program.max_threads
         if limit is not None and size > limit:
             raise ValueError(f"a block has {size} threads; the kernel says at most {limit}")
-        memory = Memory("global")
+        memory = Memory("global", self.narrowest("global"))
         ordered = sorted(buffers, key=lambda buffer: buffer.address)
         memory.map([
             (b.name, b.address, b.data.reshape(-1).view(np.uint8), b.writable, b.initialised)
@@ -153,7 +164,7 @@ class Kernel:
                 special[f"%{name}.{letter}"] = np.full(threads.size, extent, np.uint32)
         symbols = {name: at for name, (at, _) in layout(self.program.shared).items()}
         registers = Registers(self.program.registers, special, symbols, threads.size)
-        shared = shared_memory(self.program.shared, count)
+        shared = shared_memory(self.program.shared, count, self.narrowest("shared"))
         return Wave(registers, memory, shared, size, count, first, arguments)
 
 
@@ -198,7 +209,7 @@ class Scheduler:
                     self.steer(step, at, here)
                     return
                 active = self.guarded(step, mask)
-                if active is None or active.any():
+                if active is None or active is mask or active.any():
                     assert step.execute is not None
                     step.execute(self.wave, active)
             except PtxError as error:

@@ -1,9 +1,10 @@
-"""Memory with a shadow: bounds, alignment, permission, initialisation and races, byte by byte.
+"""Memory with a shadow: bounds, alignment, permission, initialisation and races.
 
 One `Memory` is a set of mapped buffers (global memory), or the shared memory of each block of a
-wave. For each byte the shadow keeps who wrote it last and when, and who has read it since. Two
-accesses of different threads, one of them a store, are a race unless a barrier that both threads
-took part in lies between them. Time is the number of instructions run.
+wave. For each byte (or cell as wide as the kernel's narrowest access) the shadow keeps who wrote it
+last and when, and who has read it since. Two accesses of different threads, one of them a store,
+are a race unless a barrier that both threads took part in lies between them. Time is the number of
+instructions run.
 
 A load through the read-only path (`ld.global.nc`) must never meet a store of the same launch.
 """
@@ -40,8 +41,9 @@ class Threads:
 class Memory:
     """Mapped buffers in one flat array of bytes."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, grain: int = 1) -> None:
         self.kind = kind
+        self.grain = grain  # bytes of the narrowest access: what the shadow tells apart
         self.flat = np.zeros(0, np.uint8)
         self.start = np.zeros(0, np.int64)  # addresses, ascending
         self.size = np.zeros(0, np.int64)
@@ -76,7 +78,7 @@ class Memory:
 
     def forget_accesses(self) -> None:
         """A new launch: what ended before it is ordered before it."""
-        size = self.flat.size
+        size = self.flat.size // self.grain
         self.writer = np.full(size, NOBODY, np.int64)
         self.write_time = np.zeros(size, np.int64)
         self.low_reader = np.full(size, NOBODY, np.int64)  # lowest and highest since the last write
@@ -180,12 +182,12 @@ class Memory:
         time: int,
         constant: bool,
     ) -> None:
-        me = threads.number[:, None]
-        writer = self.writer.reshape(-1, width)[cells]
+        me, wide = threads.number[:, None], width // self.grain
+        writer = self.writer.reshape(-1, wide)[cells]
         written = writer != NOBODY
         if written.any():
             atomic = writer < NOBODY
-            when = self.write_time.reshape(-1, width)[cells]
+            when = self.write_time.reshape(-1, wide)[cells]
             ordered = _ordered(writer, writer, when, threads) & ~atomic
             ordered |= atomic & self._after_atomics(when, threads)
             if constant:
@@ -195,8 +197,8 @@ class Memory:
                 row = int(np.argmax(bad.any(axis=1)))
                 other = int(writer[row][bad[row]][0])
                 raise Race(self._conflict("read", int(me[row, 0]), other))
-        low, high = self.low_reader.reshape(-1, width), self.high_reader.reshape(-1, width)
-        when = self.read_time.reshape(-1, width)
+        low, high = self.low_reader.reshape(-1, wide), self.high_reader.reshape(-1, wide)
+        when = self.read_time.reshape(-1, wide)
         before = _ordered(low[cells], high[cells], when[cells], threads)
         before |= low[cells] == NOBODY
         new_low = np.where(before, me, np.minimum(low[cells], me))
@@ -214,19 +216,19 @@ class Memory:
         time: int,
         atomic: bool = False,
     ) -> None:
-        me = threads.number[:, None]
-        writers = self.writer.reshape(-1, width)
+        me, wide = threads.number[:, None], width // self.grain
+        writers = self.writer.reshape(-1, wide)
         if not atomic and np.unique(cells).size != cells.size:
             raise Race(f"two threads store to one place of {self.kind} memory in one instruction")
         writer = writers[cells]
-        when = self.write_time.reshape(-1, width)[cells]
+        when = self.write_time.reshape(-1, wide)[cells]
         bad = (writer != NOBODY) & ~_ordered(writer, writer, when, threads)
         bad &= ~((writer < NOBODY) & self._after_atomics(when, threads))
         if atomic:
             bad &= writer > NOBODY
-        low = self.low_reader.reshape(-1, width)[cells]
-        high = self.high_reader.reshape(-1, width)[cells]
-        read = self.read_time.reshape(-1, width)[cells]
+        low = self.low_reader.reshape(-1, wide)[cells]
+        high = self.high_reader.reshape(-1, wide)[cells]
+        read = self.read_time.reshape(-1, wide)[cells]
         bad_read = (low != NOBODY) & ~_ordered(low, high, read, threads)
         for wrong, others in ((bad, writer), (bad_read, low)):
             if wrong.any():
@@ -234,9 +236,9 @@ class Memory:
                 other = int(others[row][wrong[row]][0])
                 raise Race(self._conflict("written", int(me[row, 0]), other))
         writers[cells] = NOBODY - 1 if atomic else me
-        self.write_time.reshape(-1, width)[cells] = time
-        self.low_reader.reshape(-1, width)[cells] = NOBODY
-        self.high_reader.reshape(-1, width)[cells] = NOBODY
+        self.write_time.reshape(-1, wide)[cells] = time
+        self.low_reader.reshape(-1, wide)[cells] = NOBODY
+        self.high_reader.reshape(-1, wide)[cells] = NOBODY
         if not self.all_known:
             self.known.reshape(-1, width)[cells] = True
 
@@ -261,12 +263,13 @@ def _ordered(
 ) -> NDArray[np.bool_]:
     """Whether accesses by the threads low to high, the last at `when`, come before each thread."""
     me = threads.number[:, None]
-    same = (low == me) & (high == me) & (when < _NEVER_ORDERED)
-    block = me // threads.block_size
-    mine = (low // threads.block_size == block) & (high // threads.block_size == block)
-    same |= mine & (when < threads.block_time[:, None])
-    first = me - me % threads.block_size
-    warp = (me - first) // 32
-    in_warp = mine & ((low - first) // 32 == warp) & ((high - first) // 32 == warp)
-    same |= in_warp & (when < threads.warp_time[:, None])
-    return same
+    found = (low == me) & (high == me) & (when < _NEVER_ORDERED)
+    inside = me % threads.block_size
+    block = me - inside
+    mine = (low >= block) & (high < block + threads.block_size)
+    found |= mine & (when < threads.block_time[:, None])
+    if (threads.warp_time > threads.block_time).any():
+        warp = block + inside // 32 * 32
+        in_warp = (low >= warp) & (high < warp + 32)
+        found |= in_warp & (when < threads.warp_time[:, None])
+    return found

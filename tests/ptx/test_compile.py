@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from cuda_kernels.attention import cuda_call as attention
 from cuda_kernels.block_copy import cuda_call as block_copy
 from cuda_kernels.cache_write import cuda_call as cache_write
 from cuda_kernels.cuda import compile as compiling
 from cuda_kernels.cuda.compile import MissingLibrary, cache_key, compile_kernel, stable_names
+from cuda_kernels.cuda.kernel import KernelSource
 from cuda_kernels.frames import cuda_call as frames
 from tests.ptx.device import InterpretedDevice, needs_compiler
 
@@ -24,13 +26,20 @@ KERNELS = [
     *block_copy.KERNELS.values(),
     *frames.KERNELS.values(),
 ]
+CASES = [((9, 0), source) for source in (*KERNELS, *attention.KERNELS.values())]
+CASES += [((8, 0), source) for source in KERNELS]
 SMALL = frames.KERNELS[0, 4]
 
 
+def label(value: KernelSource | tuple[int, int]) -> str:
+    return value.name if isinstance(value, KernelSource) else f"sm_{value[0]}{value[1]}"
+
+
 @needs_compiler
-@pytest.mark.parametrize("capability", [(9, 0), (8, 0)], ids=["sm_90", "sm_80"])
-@pytest.mark.parametrize("source", KERNELS, ids=lambda s: s.name)
-def test_what_is_interpreted_is_what_is_assembled(source, capability) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(("capability", "source"), CASES, ids=label)
+def test_what_is_interpreted_is_what_is_assembled(
+    capability: tuple[int, int], source: KernelSource
+) -> None:
     """By hashes: the interpreter's text, the cached PTX, and the machine code made of it again."""
     made, kernel = InterpretedDevice(capability).compiled(source)
     assert kernel.sha256 == hashlib.sha256(made.ptx).hexdigest() == made.hashes()[0]

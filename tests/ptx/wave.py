@@ -118,9 +118,9 @@ class Wave:
         return self.shared if name == "shared" else self.memory
 
 
-def shared_memory(variables: dict[str, tuple[int, int]], num_blocks: int) -> Memory:
+def shared_memory(variables: dict[str, tuple[int, int]], num_blocks: int, grain: int) -> Memory:
     """The shared variables of each block of a wave, each a buffer of its own, not initialised."""
-    memory = Memory("shared")
+    memory = Memory("shared", grain)
     buffers = [
         (name, block * _BLOCK_SPAN + at, np.zeros(size, np.uint8), True, False)
         for block in range(num_blocks)

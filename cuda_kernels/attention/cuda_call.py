@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 THREADS = 128
 _INTEGERS = 32
-#: Most dims of a kernel -> the most query heads of one KV head that its shared memory has room for.
-MOST_HEADS = {128: 8, 256: 8, 512: 1}
+#: Most dims of a kernel -> how many query heads of one KV head a block of threads may take.
+HEADS = {128: (1, 4, 8), 256: (1, 4), 512: (1,)}
 #: The kernel by storage dtype, query heads a block, most dims.
 KERNELS = {
     (kind, heads, width): KernelSource(
@@ -25,9 +25,8 @@ KERNELS = {
         (("kind", kind), ("heads", heads), ("width", width)),
     )
     for kind in (FLOAT32, BFLOAT16, FLOAT16)
-    for width, most in MOST_HEADS.items()
-    for heads in (1, 2, 4, 8)
-    if heads <= most
+    for width, choices in HEADS.items()
+    for heads in choices
 }
 
 
@@ -36,13 +35,13 @@ def kernel_for(kind: int, group: int, dims: int) -> tuple[int, int, int]:
 
     It takes as many heads as divide the group: they share each read of K and V.
     """
-    widths = [width for width in MOST_HEADS if dims <= width]
+    widths = [width for width in HEADS if dims <= width]
     if not widths:
         raise ValueError(
-            f"head_dim and value_dim may be at most {max(MOST_HEADS)} on a device, got {dims}"
+            f"head_dim and value_dim may be at most {max(HEADS)} on a device, got {dims}"
         )
     width = min(widths)
-    heads = max(h for h in (1, 2, 4, 8) if h <= MOST_HEADS[width] and group % h == 0)
+    heads = max(h for h in HEADS[width] if group % h == 0)
     return kind, heads, width
 
 

@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from cuda_kernels.attention.cuda_call import KERNELS as ATTENTION
 from cuda_kernels.cuda.compile import MissingLibrary, compile_kernel
 from cuda_kernels.cuda.launch import GpuDevice
 from cuda_kernels.frames.cuda_call import KERNELS
@@ -50,6 +52,21 @@ for again in range(50):
     cuda_kernels.gather_frames(staging, arena, ids, offset=4096, max_blocks=1 + again % 7)
 told["later"] = driver.stub_launches()
 told["loaded"] = len(device._kernels)
+
+# float32 parameters: what arrives are the bits of a float, in the place of the last two.
+driver.stub_expect(34)
+def array(address, shape, kind):
+    return DeviceArray(address, shape, np.dtype(kind), device)
+cuda_kernels.paged_attention(
+    array(0x10000, (2, 1, 8), "f4"), array(0x20000, (2, 1, 8), "f4"), array(0x30000, (4, 512), "f4"),
+    dtype="float32", key_offset=0, value_offset=128, block_size=16, num_kv_heads=1, head_dim=8,
+    value_dim=8, table=array(0x40000, (2,), "i4"), table_start=array(0x50000, (2,), "i8"),
+    seq_lens=array(0x60000, (2,), "i8"), query_start=array(0x70000, (3,), "i8"),
+    scale=0.3, softcap=20.0, stream=0x10,
+)
+bits = np.array([driver.stub_argument(i) & 0xFFFFFFFF for i in (32, 33)], np.uint32)
+told["floats"] = bits.view(np.float32).tolist()
+told["attention_grid"] = [driver.stub_grid(i) for i in range(3)]
 told["numba"] = "numba" in sys.modules
 print(json.dumps(told))
 """
@@ -89,6 +106,7 @@ def under_stub(stub: Path, code: str, *arguments: str) -> Any:
 def test_what_arrives_at_the_driver(stub: Path) -> None:
     """Image, grid, stream, arguments; the image is what the interpreted PTX was assembled to."""
     made = compile_kernel(KERNELS[0, 4], (9, 0), CACHE)
+    compile_kernel(ATTENTION[0, 1, 128], (9, 0), CACHE)
     told = under_stub(stub, SCRIPT, str(CACHE), str(len(made.cubin)))
     assert told["capability"] == [9, 0]
     assert told["launches"] == 1
@@ -101,6 +119,8 @@ def test_what_arrives_at_the_driver(stub: Path) -> None:
     ]  # fmt: skip
     assert told["later"] == 51
     assert told["loaded"] == 1
+    assert told["floats"] == [float(np.float32(0.3)), 20.0]
+    assert told["attention_grid"] == [2, 1, 1]
     assert not told["numba"], "a launch from a warm cache imports Numba"
 
 

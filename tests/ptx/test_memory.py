@@ -204,6 +204,16 @@ def test_the_read_only_path_meets_no_store() -> None:
     run("ld.global.u32 %r2, [%rd4]; st.global.u32 [%rd4], %r2;", words([0] * 32), words([0] * 32))
 
 
+def test_narrow_and_wide_accesses_of_one_place() -> None:
+    """A byte of a word that another thread stores is a race; a byte beside it isn't."""
+    narrow = "cvt.u16.u32 %h1, %r1; add.s64 %rd6, %rd2, {}; sub.s64 %rd6, %rd6, %rd7;"
+    byte = "cvt.u64.u32 %rd7, %r1; " + narrow + " st.global.u8 [%rd6], %h1;"
+    refused(Race, "st.global.u32 [%rd4], %r1; " + byte.format(34))
+    target = words([0] * 32)
+    run(byte.format(31), words([0] * 32), target)
+    assert target.view(np.uint8).reshape(-1)[:32].tolist() == list(range(31, -1, -1))
+
+
 # -- atomics --------------------------------------------------------------------------------------
 
 

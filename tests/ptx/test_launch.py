@@ -58,9 +58,10 @@ driver.stub_expect(34)
 def array(address, shape, kind):
     return DeviceArray(address, shape, np.dtype(kind), device)
 cuda_kernels.paged_attention(
-    array(0x10000, (2, 1, 8), "f4"), array(0x20000, (2, 1, 8), "f4"), array(0x30000, (4, 512), "f4"),
-    dtype="float32", key_offset=0, value_offset=128, block_size=16, num_kv_heads=1, head_dim=8,
-    value_dim=8, table=array(0x40000, (2,), "i4"), table_start=array(0x50000, (2,), "i8"),
+    array(0x10000, (2, 1, 8), "f4"), array(0x20000, (2, 1, 8), "f4"),
+    array(0x30000, (4, 512), "f4"), dtype="float32", key_offset=0, value_offset=128,
+    block_size=16, num_kv_heads=1, head_dim=8, value_dim=8,
+    table=array(0x40000, (2,), "i4"), table_start=array(0x50000, (2,), "i8"),
     seq_lens=array(0x60000, (2,), "i8"), query_start=array(0x70000, (3,), "i8"),
     scale=0.3, softcap=20.0, stream=0x10,
 )

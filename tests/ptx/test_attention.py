@@ -15,9 +15,11 @@ import pytest
 import cuda_kernels
 from cuda_kernels.attention.cuda_call import KERNELS, kernel_for
 from cuda_kernels.attention.spec import SPEC
+from cuda_kernels.cuda.array import DeviceArray
 from cuda_kernels.dtypes import STORAGE_DTYPES, bits_to_float
 from tests.ptx.device import InterpretedDevice, needs_compiler
 from tests.ptx.errors import OutOfBounds
+from tests.ptx.machine import Buffer
 
 pytestmark = needs_compiler
 
@@ -152,6 +154,22 @@ def test_a_row_alone_and_in_a_batch(seed: int, dtype: str) -> None:
         cuda_kernels.paged_attention(**mapped(device, arguments))
     assert np.array_equal(batch["out"][1:4], alone["out"])
     assert np.array_equal(batch["lse"][1:4], alone["lse"])
+
+
+def test_frames_far_apart(seed: int) -> None:
+    """Case 71: frame ids times strides pass 2**31 and 2**32; index arithmetic is int64."""
+    rng, device = np.random.default_rng(seed), InterpretedDevice((9, 0))
+    arguments = SPEC.make_inputs(
+        rng, dtype="bfloat16", seq_lens=[50], query_lens=[1], num_heads=4, num_kv_heads=1,
+        head_dim=64, value_dim=64, block_size=16,
+    )  # fmt: skip
+    arena, base, stride = arguments["arena"], 1 << 44, 3 * 2**30 + 4096
+    given = mapped(device, arguments | {"arena": None})
+    for i, frame in enumerate(arena):
+        device.buffers.append(Buffer(f"frame {i}", base + i * stride, frame))
+    given["arena"] = DeviceArray(base, arena.shape, arena.dtype, device, (stride, 2))
+    cuda_kernels.paged_attention(**given, check=False)
+    check(arguments)
 
 
 def test_a_frame_id_past_the_arena_is_found(seed: int) -> None:

@@ -9,7 +9,7 @@ compiled, at the first launch. It knows neither torch nor kvmem.
 from cuda_kernels.attention import paged_attention
 from cuda_kernels.block_copy import copy_blocks
 from cuda_kernels.cache_write import write_kv
-from cuda_kernels.frames import fill_frames, move_frames
+from cuda_kernels.frames import fill_frames, gather_frames, move_frames, scatter_frames
 
 PROJECT = "kvmem"
 
@@ -17,7 +17,9 @@ __all__ = [
     "PROJECT",
     "copy_blocks",
     "fill_frames",
+    "gather_frames",
     "move_frames",
     "paged_attention",
+    "scatter_frames",
     "write_kv",
 ]

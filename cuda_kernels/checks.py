@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cuda_kernels.cuda.array import DeviceArray
+
 # Of a plane: [heads, block, dims], or [block, heads, dims].
 LAYOUTS = ("HND", "NHD")
 INTEGER_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
@@ -39,8 +41,11 @@ def array(
     *,
     contiguous: bool = False,
 ) -> NDArray[Any]:
-    """Return ``value`` if it is an array of one of the dtypes and of the shape (None = any)."""
-    if not isinstance(value, np.ndarray):
+    """Return ``value`` if it is an array of one of the dtypes and of the shape (None = any).
+
+    An array on a device is one too; what it holds can't be checked.
+    """
+    if not isinstance(value, (np.ndarray, DeviceArray)):
         raise TypeError(f"{name} must be a numpy array, got {type(value).__name__}")
     if value.dtype not in dtypes:
         allowed = " or ".join(str(d) for d in dtypes)
@@ -53,10 +58,10 @@ def array(
         raise ValueError(f"{name} must have shape {wanted}, got {list(value.shape)}")
     if contiguous and not value.flags.c_contiguous:
         raise ValueError(f"{name} must be C-contiguous; got strides {list(value.strides)}")
-    return value
+    return value  # type: ignore[return-value]
 
 
-def writable(name: str, value: NDArray[Any]) -> None:
+def writable(name: str, value: NDArray[Any] | DeviceArray) -> None:
     """Refuse a read-only array where the operation writes."""
     if not value.flags.writeable:
         raise ValueError(f"{name} is read-only, but this operation writes to it")
@@ -82,9 +87,9 @@ def layout(value: Any) -> None:
         raise ValueError(f"layout must be 'HND' or 'NHD', got {value[:40]!r}")
 
 
-def frame_ids(name: str, ids: NDArray[Any], num_frames: int, limit_name: str) -> None:
-    """Refuse ids outside [0, num_frames). One vectorised pass."""
-    if ids.size == 0:
+def frame_ids(name: str, ids: NDArray[Any] | DeviceArray, num_frames: int, limit_name: str) -> None:
+    """Refuse ids outside [0, num_frames). One vectorised pass; ids on a device are trusted."""
+    if isinstance(ids, DeviceArray) or ids.size == 0:
         return
     wrong = (ids < 0) | (ids >= num_frames)
     if wrong.any():

@@ -9,19 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuda_kernels import checks
-from cuda_kernels.dtypes import StorageDtype, storage_dtype
+from cuda_kernels.cuda.array import DeviceArray, device_of
+from cuda_kernels.dtypes import STORAGE_DTYPES, StorageDtype, storage_dtype
 from cuda_kernels.plane import plane_of
 
 if TYPE_CHECKING:
-    from cuda_kernels.attention.tasks import Rows
+    from cuda_kernels.attention.rows import Rows
 
 _FLOAT32 = np.dtype(np.float32)
+# The NumPy dtype of a storage dtype's bits, by its kind.
+STORAGE_BITS = {storage.kind: storage.bits_dtype for storage in STORAGE_DTYPES.values()}
 
 
 def paged_attention(
-    out: NDArray[Any],
-    query: NDArray[Any],
-    arena: NDArray[Any],
+    out: NDArray[Any] | DeviceArray,
+    query: NDArray[Any] | DeviceArray,
+    arena: NDArray[Any] | DeviceArray,
     *,
     dtype: str,
     key_offset: int,
@@ -30,19 +33,20 @@ def paged_attention(
     num_kv_heads: int,
     head_dim: int,
     value_dim: int,
-    table: NDArray[np.int32],
-    table_start: NDArray[np.int64],
-    seq_lens: NDArray[np.int64],
-    query_start: NDArray[np.int64],
+    table: NDArray[np.int32] | DeviceArray,
+    table_start: NDArray[np.int64] | DeviceArray,
+    seq_lens: NDArray[np.int64] | DeviceArray,
+    query_start: NDArray[np.int64] | DeviceArray,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    alibi: NDArray[np.float32] | None = None,
-    sinks: NDArray[np.float32] | None = None,
-    lse: NDArray[np.float32] | None = None,
-    value_arena: NDArray[Any] | None = None,
+    alibi: NDArray[np.float32] | DeviceArray | None = None,
+    sinks: NDArray[np.float32] | DeviceArray | None = None,
+    lse: NDArray[np.float32] | DeviceArray | None = None,
+    value_arena: NDArray[Any] | DeviceArray | None = None,
     layout: str = "HND",
     check: bool = True,
+    stream: int = 0,
 ) -> None:
     """Attend each query token to the positions of its row up to its own; write ``out``.
 
@@ -75,10 +79,19 @@ def paged_attention(
     tables. Cost: the K/V of each row once for every 64 query rows of a KV head, and 2 *
     (head_dim + value_dim) flops a query head and position (for heads and tokens in fours), on
     Numba's threads with the GIL released; scratch of 100 KB or so a thread.
+
+    Arrays may lie on a device (all of them, `DeviceArray`; the row arrays of one dtype, head_dim
+    and value_dim at most 512): one kernel is queued on ``stream``, the handle of a CUDA stream, and
+    what the row arrays hold is trusted. It reads K and V once for each token and up to 8 heads.
     """
     storage = storage_dtype(dtype)
     values = arena if value_arena is None else value_arena
     if check:
+        device_of(
+            query=query, out=out, arena=arena, value_arena=value_arena, table=table,
+            table_start=table_start, seq_lens=seq_lens, query_start=query_start,
+            alibi=alibi, sinks=sinks, lse=lse,
+        )  # fmt: skip
         checks.layout(layout)
         _check_arrays(
             out,
@@ -98,50 +111,56 @@ def paged_attention(
             checks.array("lse", lse, (_FLOAT32,), query.shape[:2])
             checks.writable("lse", lse)
         _check_rows(query.shape[0], table, table_start, seq_lens, query_start)
+    heads, size = int(num_kv_heads), int(block_size)
+    arrays: Any = (out, query, arena, values)
+    starts: Any = (table_start, seq_lens, query_start)
+    rules = (
+        storage.kind,
+        plane_of(layout, int(key_offset), heads, size, int(head_dim)),
+        plane_of(layout, int(value_offset), heads, size, int(value_dim)),
+        size,
+        heads,
+        head_dim**-0.5 if scale is None else float(scale),
+        int(window or 0),
+        float(softcap or 0),
+    )
+    ends: Any = (alibi, sinks)
+    _launch(arrays, lse, table, starts, rules, ends, arena.shape[0] if check else 0, stream)
+
+
+def _launch(
+    arrays: Any, lse: Any, table: Any, starts: Any, rules: Any, ends: Any, frames: int, stream: int
+) -> None:
+    """Hand a call to the kernel of the arrays' device; `frames` > 0: check the tables first."""
+    from cuda_kernels.attention.request import Request
+    from cuda_kernels.attention.rows import Rows
+
+    if isinstance(table, DeviceArray):
+        from cuda_kernels.attention import cuda_call
+
+        request = Request._make((*arrays, lse, Rows._make((table, *starts)), *rules, *ends))
+        cuda_call.attend(request, stream)
+        return
     from cuda_kernels import simd
-    from cuda_kernels.attention import request, tasks
 
     if simd.JIT_DISABLED:
         from cuda_kernels.attention import plain as twin
     else:
         from cuda_kernels.attention import cpu as twin  # type: ignore[no-redef]
 
-    rows = tasks.Rows(
-        table,
-        np.ascontiguousarray(table_start, np.int64),
-        np.ascontiguousarray(seq_lens, np.int64),
-        np.ascontiguousarray(query_start, np.int64),
-    )
-    if check:
-        _check_tables(rows, int(block_size), int(window or 0), arena.shape[0])
-    heads, size = int(num_kv_heads), int(block_size)
-    twin.attend(
-        request.Request(
-            out.view(storage.bits_dtype),
-            query.view(storage.bits_dtype),
-            arena.view(storage.bits_dtype),
-            values.view(storage.bits_dtype),
-            lse,
-            rows,
-            storage.kind,
-            plane_of(layout, int(key_offset), heads, size, int(head_dim)),
-            plane_of(layout, int(value_offset), heads, size, int(value_dim)),
-            size,
-            heads,
-            head_dim**-0.5 if scale is None else float(scale),
-            int(window or 0),
-            float(softcap or 0),
-            alibi,
-            sinks,
-        )
-    )
+    rows = Rows(table, *(np.ascontiguousarray(array, np.int64) for array in starts))
+    bits = (array.view(STORAGE_BITS[rules[0]]) for array in arrays)
+    request = Request._make((*bits, lse, rows, *rules, *ends))
+    if frames:
+        _check_tables(rows, request.block_size, request.window, frames)
+    twin.attend(request)
 
 
 def _check_arrays(
-    out: NDArray[Any],
-    query: NDArray[Any],
-    arena: NDArray[Any],
-    values: NDArray[Any],
+    out: Any,
+    query: Any,
+    arena: Any,
+    values: Any,
     storage: StorageDtype,
     key_offset: int,
     value_offset: int,
@@ -175,8 +194,8 @@ def _check_rules(
     scale: float | None,
     window: int | None,
     softcap: float | None,
-    alibi: NDArray[np.float32] | None,
-    sinks: NDArray[np.float32] | None,
+    alibi: Any,
+    sinks: Any,
 ) -> None:
     """Everything that bends the scores."""
     if scale is not None:
@@ -189,6 +208,8 @@ def _check_rules(
         if values is None:
             continue
         checks.array(name, values, (_FLOAT32,), (num_heads,))
+        if isinstance(values, DeviceArray):
+            continue
         wrong = np.isnan(values) | (values == np.inf)
         if name == "alibi":
             wrong |= np.isinf(values)
@@ -210,10 +231,10 @@ def _check_number(name: str, value: Any, *, positive: bool = False) -> None:
 
 def _check_rows(
     num_tokens: int,
-    table: NDArray[np.int32],
-    table_start: NDArray[np.int64],
-    seq_lens: NDArray[np.int64],
-    query_start: NDArray[np.int64],
+    table: Any,
+    table_start: Any,
+    seq_lens: Any,
+    query_start: Any,
 ) -> None:
     """Shapes of the row arrays and the ends of query_start."""
     checks.array("seq_lens", seq_lens, checks.INTEGER_DTYPES, (None,))
@@ -221,6 +242,8 @@ def _check_rows(
     checks.array("table", table, (np.dtype(np.int32),), (None,), contiguous=True)
     checks.array("table_start", table_start, checks.INTEGER_DTYPES, (num_rows,))
     checks.array("query_start", query_start, checks.INTEGER_DTYPES, (num_rows + 1,))
+    if isinstance(query_start, DeviceArray):
+        return
     if query_start[0] != 0 or query_start[-1] > num_tokens:
         raise ValueError(
             f"query_start must begin at 0 and end at most at num_tokens {num_tokens}; got "

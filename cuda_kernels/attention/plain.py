@@ -19,6 +19,7 @@ from numba import njit, prange
 from cuda_kernels.attention import tasks as cutting
 from cuda_kernels.attention.partial import clear, finish, fold, partial_in
 from cuda_kernels.attention.request import Request, clear_empty_rows
+from cuda_kernels.attention.rows import Rows
 from cuda_kernels.attention.split import Geometry, Rules, attend_split
 from cuda_kernels.attention.tasks import (
     HEAD,
@@ -28,7 +29,6 @@ from cuda_kernels.attention.tasks import (
     SPLIT,
     SPLIT_TOKENS,
     TOKEN,
-    Rows,
     first_read,
 )
 from cuda_kernels.attention.tiles import PANEL, TILE_KEYS, tile_code

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cuda_kernels.attention.tasks import Rows
+from cuda_kernels.attention.rows import Rows
 from cuda_kernels.dtypes import Bits
 from cuda_kernels.plane import Plane
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from cuda_kernels.attention.rows import Rows
 from cuda_kernels.dtypes import Int64s
 
 # Long contexts are cut here, at fixed positions, never by batch or thread count.
@@ -23,15 +22,6 @@ SLOT = 5  # place of the partial result in the workspace; -1: none
 NUM_COLUMNS = 6
 
 compiled = njit(cache=True, nogil=True)
-
-
-class Rows(NamedTuple):
-    """The rows of a batch: ragged frame tables, lengths, query tokens."""
-
-    table: NDArray[np.int32]
-    table_start: NDArray[np.int64]
-    seq_lens: NDArray[np.int64]
-    query_start: NDArray[np.int64]
 
 
 @compiled

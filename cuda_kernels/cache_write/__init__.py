@@ -8,14 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuda_kernels import checks
+from cuda_kernels.cuda.array import DeviceArray, device_of
 from cuda_kernels.dtypes import storage_dtype
 from cuda_kernels.plane import plane_of
 
 
 def write_kv(
-    arena: NDArray[Any],
-    key: NDArray[Any],
-    value: NDArray[Any],
+    arena: NDArray[Any] | DeviceArray,
+    key: NDArray[Any] | DeviceArray,
+    value: NDArray[Any] | DeviceArray,
     *,
     dtype: str,
     key_offset: int,
@@ -24,10 +25,11 @@ def write_kv(
     num_kv_heads: int,
     head_dim: int,
     value_dim: int,
-    slot_mapping: NDArray[np.int64],
-    value_arena: NDArray[Any] | None = None,
+    slot_mapping: NDArray[np.int64] | DeviceArray,
+    value_arena: NDArray[Any] | DeviceArray | None = None,
     layout: str = "HND",
     check: bool = True,
+    stream: int = 0,
 ) -> None:
     """Store row ``t`` of key and value in slot ``slot_mapping[t]``; -1 skips the row.
 
@@ -43,10 +45,16 @@ def write_kv(
     undefined. All slots are checked before the first write; TypeError or ValueError then leaves
     the arena as it was. With ``check=False`` arrays and slots are trusted. Releases the GIL.
     Cost: one pass over key and value, on the calling thread.
+
+    Arrays may lie on a device (all of them, `DeviceArray`; rows of key and value contiguous): one
+    kernel is queued on ``stream``, the handle of a CUDA stream, and slots are trusted.
     """
     storage = storage_dtype(dtype)
     values = arena if value_arena is None else value_arena
     if check:
+        device_of(
+            arena=arena, key=key, value=value, slot_mapping=slot_mapping, value_arena=value_arena
+        )
         checks.layout(layout)
         _check(
             arena,
@@ -62,20 +70,28 @@ def write_kv(
             value_dim,
             slot_mapping,
         )
+    heads, size = int(num_kv_heads), int(block_size)
+    work: Any = tuple(
+        (rows, target, plane_of(layout, int(offset), heads, size, rows.shape[2]))
+        for rows, target, offset in ((key, arena, key_offset), (value, values, value_offset))
+    )
+    if isinstance(slot_mapping, DeviceArray):
+        from cuda_kernels.cache_write import cuda_call
+
+        cuda_call.write(slot_mapping, size, work[0], work[1], stream)
+        return
     from cuda_kernels.cache_write import cpu
 
     slots = np.ascontiguousarray(slot_mapping, np.int64)
-    heads, size = int(num_kv_heads), int(block_size)
-    for target, rows, offset in ((arena, key, key_offset), (values, value, value_offset)):
-        plane = plane_of(layout, int(offset), heads, size, rows.shape[2])
+    for rows, target, plane in work:
         cpu.write(target, rows, plane, size, slots)
 
 
 def _check(
-    arena: NDArray[Any],
-    values: NDArray[Any],
-    key: NDArray[Any],
-    value: NDArray[Any],
+    arena: Any,
+    values: Any,
+    key: Any,
+    value: Any,
     array_dtype: np.dtype[Any],
     key_offset: int,
     value_offset: int,
@@ -83,7 +99,7 @@ def _check(
     num_kv_heads: int,
     head_dim: int,
     value_dim: int,
-    slot_mapping: NDArray[np.int64],
+    slot_mapping: Any,
 ) -> None:
     """Refuse what can't be written, before any of it is."""
     checks.array("arena", arena, (array_dtype,), (None, None), contiguous=True)
@@ -101,6 +117,8 @@ def _check(
     tokens = slot_mapping.shape[0]
     checks.array("key", key, (array_dtype,), (tokens, heads, dims))
     checks.array("value", value, (array_dtype,), (tokens, heads, value_dims))
+    if isinstance(slot_mapping, DeviceArray):
+        return
     wrong = (slot_mapping < -1) | (slot_mapping >= frames * size)
     if wrong.any():
         at = int(np.argmax(wrong))

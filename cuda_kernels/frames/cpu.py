@@ -1,4 +1,4 @@
-"""The CPU twins of `move_frames` and `fill_frames`: single-threaded, GIL released.
+"""The CPU twins of moves and fills of frames: single-threaded, GIL released.
 
 A swapped frame is read once, by nobody soon, and is larger than the caches near a core. Ordinary
 stores would first read every line they overwrite, and then throw out what the compute keeps there;
@@ -56,6 +56,26 @@ def move_plainly(
 ) -> None:
     """The same under NUMBA_DISABLE_JIT=1, where instructions have no Python form."""
     target_arena[target_ids] = source_arena[source_ids]
+
+
+@compiled
+def gather(staging: Bits, arena: Bits, ids: Int64s, offset: int) -> None:
+    """Copy piece by piece to staging, which a copy engine reads next: through the caches."""
+    for i in range(ids.shape[0]):
+        piece = arena[np.int64(ids[i]), offset : offset + staging.shape[1]]
+        row = staging[i]
+        for k in range(row.shape[0]):
+            row[k] = piece[k]
+
+
+@compiled
+def scatter(staging: Bits, arena: Bits, ids: Int64s, offset: int) -> None:
+    """Copy piece by piece from staging."""
+    for i in range(ids.shape[0]):
+        piece = arena[np.int64(ids[i]), offset : offset + staging.shape[1]]
+        row = staging[i]
+        for k in range(row.shape[0]):
+            piece[k] = row[k]
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""The spec of `move_frames`: byte-exact reference and input maker."""
+"""The specs of moves of frames: byte-exact references and input makers."""
 
 from __future__ import annotations
 
@@ -43,4 +43,61 @@ SPEC = Spec(
     relative_to="bits",
     reference=reference,
     make_inputs=make_inputs,
+)
+
+
+def gather_reference(arguments: dict[str, Any]) -> NDArray[np.uint8]:
+    """What staging holds afterwards."""
+    a = arguments
+    pieces: NDArray[np.uint8] = a["arena"][a["ids"], a["offset"] :][:, : a["staging"].shape[1]]
+    return pieces
+
+
+def scatter_reference(arguments: dict[str, Any]) -> NDArray[np.uint8]:
+    """What the arena holds afterwards."""
+    a = arguments
+    arena: NDArray[np.uint8] = a["arena"].copy()
+    arena[a["ids"], a["offset"] : a["offset"] + a["staging"].shape[1]] = a["staging"]
+    return arena
+
+
+def make_pieces(
+    rng: np.random.Generator, *, num_frames: int, frame_bytes: int, num_pieces: int, unit: int = 1
+) -> dict[str, Any]:
+    """Draw arguments of `gather_frames` and `scatter_frames`: distinct ids, a piece in a frame.
+
+    The piece's place and size are multiples of ``unit``.
+    """
+    size = int(rng.integers(0, frame_bytes // unit + 1)) * unit
+    offset = int(rng.integers(0, (frame_bytes - size) // unit + 1)) * unit
+    return {
+        "staging": rng.integers(0, 256, (num_pieces, size), np.uint8),
+        "arena": rng.integers(0, 256, (num_frames, frame_bytes), np.uint8),
+        "ids": rng.permutation(num_frames)[:num_pieces].astype(np.int32),
+        "offset": offset,
+    }
+
+
+_PIECES = {
+    "staging": "[num_pieces, piece_bytes], uint8",
+    "arena": "[frames, frame_bytes], uint8",
+    "ids": "[num_pieces], int32 or int64; distinct where the arena is written",
+}
+GATHER = Spec(
+    name="gather_frames",
+    axes={"num_pieces": "frames that a piece is read of", "piece_bytes": "size of a piece, any"},
+    tensors=_PIECES,
+    tolerance={"uint8": 0},
+    relative_to="bits",
+    reference=gather_reference,
+    make_inputs=make_pieces,
+)
+SCATTER = Spec(
+    name="scatter_frames",
+    axes={"num_pieces": "frames that a piece is written to", "piece_bytes": "size of a piece, any"},
+    tensors=_PIECES,
+    tolerance={"uint8": 0},
+    relative_to="bits",
+    reference=scatter_reference,
+    make_inputs=make_pieces,
 )

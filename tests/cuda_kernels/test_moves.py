@@ -14,6 +14,7 @@ from cuda_kernels.attention.spec import SPEC as ATTENTION
 from cuda_kernels.block_copy.spec import SPEC as COPY
 from cuda_kernels.cache_write.spec import SPEC as WRITE
 from cuda_kernels.dtypes import STORAGE_DTYPES, nan_pattern
+from cuda_kernels.frames.spec import GATHER, SCATTER
 from cuda_kernels.frames.spec import SPEC as MOVE
 
 assert cache_write and block_copy and frames  # the packages beside their functions
@@ -250,3 +251,40 @@ def test_both_ends_of_an_arena_of_more_than_2_to_31_elements(seed: int, huge_are
     other = np.zeros((2, huge_arena.shape[1] * 2), np.uint8)
     cuda_kernels.move_frames(other, np.array([1]), huge_arena.view(np.uint8), np.array([last]))
     assert same_bits(other[1], huge_arena[last])
+
+
+# -- pieces of frames ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_pieces_to_staging_and_back(seed: int, dtype: type) -> None:
+    rng = np.random.default_rng(seed)
+    for count in (0, 1, 5):
+        for frame_bytes in (1, 64, 1000):
+            arguments = GATHER.make_inputs(
+                rng, num_frames=7, frame_bytes=frame_bytes, num_pieces=count
+            )
+            arguments["ids"] = arguments["ids"].astype(dtype)
+            expected = GATHER.reference(arguments)
+            cuda_kernels.gather_frames(**arguments)
+            assert same_bits(arguments["staging"], expected)
+            arguments["staging"] ^= 0x5A
+            expected = SCATTER.reference(arguments)
+            cuda_kernels.scatter_frames(**arguments)
+            assert same_bits(arguments["arena"], expected)
+
+
+def test_pieces_that_are_refused() -> None:
+    arena, staging = np.zeros((4, 64), np.uint8), np.ones((2, 32), np.uint8)
+    for ids, options, words in (
+        ([1, 1], {}, "more than once"),
+        ([1, 4], {}, r"ids\[1\] is frame 4"),
+        ([1], {}, "ids must have shape"),
+        ([1, 2], {"offset": 33}, "offset 33"),
+        ([1, 2], {"offset": -1}, "offset"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            cuda_kernels.scatter_frames(arena, np.array(ids, np.int32), staging, **options)
+    assert not arena.any()
+    with pytest.raises(ValueError, match="overlap"):
+        cuda_kernels.gather_frames(arena[:2], arena, np.array([2, 3], np.int32))

@@ -1,0 +1,48 @@
+"""`write_kv` on a device: from checked arrays to one launch. Imports no CUDA library."""
+
+from __future__ import annotations
+
+from cuda_kernels.cuda.array import DeviceArray
+from cuda_kernels.cuda.kernel import KernelSource, Launch
+from cuda_kernels.plane import Plane
+
+THREADS = 128
+
+
+#: The kernel by the bytes of a slot.
+KERNELS = {
+    slot_bytes: KernelSource(
+        "cuda_kernels.cache_write.cuda_write",
+        "write_kv",
+        ("int64",) * 19,
+        THREADS,
+        (("slot_bytes", slot_bytes),),
+    )
+    for slot_bytes in (4, 8)
+}
+
+
+def write(
+    slots: DeviceArray,
+    block_size: int,
+    key: tuple[DeviceArray, DeviceArray, Plane],
+    value: tuple[DeviceArray, DeviceArray, Plane],
+    stream: int,
+) -> None:
+    """Launch for key and value, each as (rows, arena, plane of the layer)."""
+    num_tokens, num_heads, _ = key[0].shape
+    if num_tokens == 0:
+        return
+    arguments = [slots.address, block_size, num_heads]
+    for name, (rows, arena, plane) in (("key", key), ("value", value)):
+        size = rows.itemsize
+        if rows.strides[2] != size and rows.shape[2] > 1:
+            raise ValueError(
+                f"{name} must have contiguous rows; got a stride of {rows.strides[2]} bytes "
+                f"between elements of {size}"
+            )
+        arguments += [rows.address, rows.strides[0], rows.strides[1], rows.shape[2] * size]
+        arguments += [arena.address + plane.offset * size, arena.strides[0]]
+        arguments += [plane.token_stride * size, plane.head_stride * size]
+    launch = Launch(KERNELS[slots.itemsize], (num_tokens, 2, 1), tuple(arguments))
+    slots.device.launch(launch, stream)

@@ -1,0 +1,44 @@
+"""A kernel and a launch of it as data, so that tests can run what a GPU would be given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelSource:
+    """Where a kernel's Python function comes from, and how it is compiled; one object a kernel.
+
+    It is found by identity, since hashing its fields would take longer than the launch.
+
+    ``maker`` is a function of ``module`` that takes the ``constants`` and returns the kernel; its
+    parameters have the Numba types ``parameters`` ("int64", "float32"). ``threads`` is the size of
+    a block. Nothing is imported before the kernel has to be compiled.
+    """
+
+    module: str
+    maker: str
+    parameters: tuple[str, ...]
+    threads: int
+    constants: tuple[tuple[str, int | str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the kernel in its PTX: its maker and constants."""
+        return "_".join([self.maker, *(f"{key}_{value}" for key, value in self.constants)])
+
+
+class Launch(NamedTuple):
+    """One launch: kernel, grid (blocks along x, y, z) and arguments."""
+
+    source: KernelSource
+    grid: tuple[int, int, int]
+    arguments: tuple[int | float, ...]
+
+
+class Device(Protocol):
+    """What launches kernels: a GPU (`launch.GpuDevice`), or an interpreter in tests."""
+
+    def launch(self, launch: Launch, stream: int) -> None:
+        """Queue a launch on a stream, given as its handle (0: the default stream)."""

@@ -1,0 +1,162 @@
+"""Device primitives: every piece of inline PTX in this package.
+
+A primitive is one instruction (or two), with raw byte addresses as int64. `.nc` loads go by the
+read-only path: the memory must not be written during the launch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import types
+from numba.cuda import cgutils
+from numba.cuda.extending import intrinsic
+
+U32, I32, I64, F32 = types.uint32, types.int32, types.int64, types.float32
+_CODES = {U32: "r", I32: "r", I64: "l", F32: "f"}
+
+
+def primitive(
+    name: str,
+    text: str,
+    results: tuple[Any, ...],
+    operands: tuple[Any, ...],
+    *,
+    effects: bool = False,
+) -> Callable[..., Any]:
+    """An instruction as a function for kernels.
+
+    ``$0``, ``$1``, ... in ``text`` are the results, then the operands. With ``effects`` it is
+    neither moved over other memory accesses nor left out; without, it may be, and batched.
+    """
+    codes = [f"={_CODES[t]}" for t in results] + [_CODES[t] for t in operands]
+    constraints = ",".join(codes + (["~{memory}"] if effects else []))
+    result: Any = types.void
+    if results:
+        result = (
+            results[0] if len(results) == 1 else types.containers.UniTuple(results[0], len(results))
+        )
+
+    def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        inputs = [context.get_value_type(t) for t in operands]
+        outputs = [context.get_value_type(t) for t in results]
+        output: Any = ir.VoidType()
+        if outputs:
+            output = outputs[0] if len(outputs) == 1 else ir.LiteralStructType(outputs)
+        kind = ir.FunctionType(output, inputs)
+        found = builder.call(ir.InlineAsm(kind, text, constraints, side_effect=effects), values)
+        if not results:
+            return context.get_dummy_value()
+        if len(results) == 1:
+            return found
+        parts = [builder.extract_value(found, i) for i in range(len(results))]
+        return cgutils.pack_array(builder, parts)
+
+    def typed(typingctx: Any, *given: Any) -> Any:
+        return result(*operands), build
+
+    names = ["typingctx", *(f"operand{i}" for i in range(len(operands)))]
+    typed.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
+    )
+    typed.__name__ = name
+    return intrinsic(typed)
+
+
+def _load(name: str, kind: str, results: tuple[Any, ...], where: str = "global.nc") -> Any:
+    count = len(results)
+    target = "$0" if count == 1 else "{" + ", ".join(f"${i}" for i in range(count)) + "}"
+    text = f"ld.{where}.{kind} {target}, [${count}];"
+    return primitive(name, text, results, (I64,))
+
+
+def _store(name: str, kind: str, operands: tuple[Any, ...]) -> Any:
+    count = len(operands)
+    source = "$1" if count == 1 else "{" + ", ".join(f"${i + 1}" for i in range(count)) + "}"
+    text = f"st.global.{kind} [$0], {source};"
+    return primitive(name, text, (), (I64, *operands), effects=True)
+
+
+# -- integers and bulk bytes -----------------------------------------------------------------------
+
+load_int32 = _load("load_int32", "s32", (I32,))
+load_int64 = _load("load_int64", "s64", (I64,))
+load_byte = _load("load_byte", "u8", (U32,))
+load_half = primitive(
+    "load_half",
+    "{ .reg .b16 half; ld.global.nc.u16 half, [$1]; cvt.u32.u16 $0, half; }",
+    (U32,),
+    (I64,),
+)
+load_word = _load("load_word", "u32", (U32,))
+# Sixteen bytes at an address that is a multiple of 16; read once, so kept out of L1.
+load_line = _load("load_line", "L1::no_allocate.v4.u32", (U32,) * 4)
+
+store_byte = _store("store_byte", "u8", (U32,))
+store_half = primitive(
+    "store_half",
+    "{ .reg .b16 half; cvt.u16.u32 half, $1; st.global.u16 [$0], half; }",
+    (),
+    (I64, U32),
+    effects=True,
+)
+store_word = _store("store_word", "u32", (U32,))
+store_line = _store("store_line", "v4.u32", (U32,) * 4)
+
+# Of two numbers below 2**32, the second above 0: a tenth of what 64 bits take.
+quotient = primitive(
+    "quotient",
+    "{ .reg .u32 a, b; cvt.u32.u64 a, $1; cvt.u32.u64 b, $2; div.u32 a, a, b; cvt.u64.u32 $0, a; }",
+    (I64,),
+    (I64, I64),
+)
+
+# -- floats ----------------------------------------------------------------------------------------
+
+load_float = _load("load_float", "f32", (F32,))
+store_float = _store("store_float", "f32", (F32,))
+# Of two values in one word, the lower half first.
+widen_bfloat16 = primitive(
+    "widen_bfloat16", "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }", (F32, F32), (U32,)
+)
+widen_float16 = primitive(
+    "widen_float16",
+    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
+    (F32, F32),
+    (U32,),
+)
+narrow_bfloat16 = primitive("narrow_bfloat16", "cvt.rn.bf16x2.f32 $0, $2, $1;", (U32,), (F32, F32))
+narrow_float16 = primitive("narrow_float16", "cvt.rn.f16x2.f32 $0, $2, $1;", (U32,), (F32, F32))
+as_float = primitive("as_float", "mov.b32 $0, $1;", (F32,), (U32,))
+exp2 = primitive("exp2", "ex2.approx.ftz.f32 $0, $1;", (F32,), (F32,))
+log2 = primitive("log2", "lg2.approx.f32 $0, $1;", (F32,), (F32,))
+maximum = primitive("maximum", "max.f32 $0, $1, $2;", (F32,), (F32, F32))
+
+# -- warps -----------------------------------------------------------------------------------------
+
+# The value of the lane whose number differs in the bits of the second operand; all 32 lanes.
+shuffle_xor = primitive(
+    "shuffle_xor",
+    "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;",
+    (F32,),
+    (F32, I32),
+    effects=True,
+)
+# The value of one lane, the same for all 32.
+shuffle_from = primitive(
+    "shuffle_from",
+    "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;",
+    (F32,),
+    (F32, I32),
+    effects=True,
+)
+shuffle_integer_from = primitive(
+    "shuffle_integer_from",
+    "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;",
+    (I32,),
+    (I32, I32),
+    effects=True,
+)

@@ -1,0 +1,202 @@
+"""Compiling without a GPU: what is assembled is what is interpreted; the cache; what is missing."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cuda_kernels.attention import cuda_call as attention
+from cuda_kernels.block_copy import cuda_call as block_copy
+from cuda_kernels.cache_write import cuda_call as cache_write
+from cuda_kernels.cuda import compile as compiling
+from cuda_kernels.cuda.compile import MissingLibrary, cache_key, compile_kernel, stable_names
+from cuda_kernels.cuda.kernel import KernelSource
+from cuda_kernels.frames import cuda_call as frames
+from tests.ptx.device import InterpretedDevice, needs_compiler
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = [
+    *cache_write.KERNELS.values(),
+    *block_copy.KERNELS.values(),
+    *frames.KERNELS.values(),
+]
+CASES = [((9, 0), source) for source in (*KERNELS, *attention.KERNELS.values())]
+CASES += [((8, 0), source) for source in KERNELS]
+SMALL = frames.KERNELS[0, 4]
+
+
+def label(value: KernelSource | tuple[int, int]) -> str:
+    return value.name if isinstance(value, KernelSource) else f"sm_{value[0]}{value[1]}"
+
+
+@needs_compiler
+@pytest.mark.parametrize(("capability", "source"), CASES, ids=label)
+def test_what_is_interpreted_is_what_is_assembled(
+    capability: tuple[int, int], source: KernelSource
+) -> None:
+    """By hashes: the interpreter's text, the cached PTX, and the machine code made of it again."""
+    made, kernel = InterpretedDevice(capability).compiled(source)
+    assert kernel.sha256 == hashlib.sha256(made.ptx).hexdigest() == made.hashes()[0]
+    assert kernel.program.target == f"sm_{capability[0]}{capability[1]}"
+    again = compiling.assemble(made.ptx, capability)
+    assert hashlib.sha256(again).hexdigest() == made.hashes()[1]
+    assert kernel.program.name == source.name
+    assert len(kernel.program.parameters) == len(source.parameters)
+    assert kernel.program.max_threads == source.threads
+
+
+@needs_compiler
+def test_the_ptx_is_the_same_in_every_process(tmp_path: Path) -> None:
+    """Whatever was compiled before in it: the bytes can be compared by whoever builds them."""
+    code = """
+import hashlib, sys
+from cuda_kernels.cuda.compile import make_ptx
+from cuda_kernels.frames import cuda_call
+if sys.argv[1] == "late":
+    make_ptx(cuda_call.KERNELS[4, 0], (9, 0))
+print(hashlib.sha256(make_ptx(cuda_call.KERNELS[0, 4], (9, 0))).hexdigest())
+"""
+    hashes = {python(code, when).strip() for when in ("early", "late")}
+    assert len(hashes) == 1
+    assert hashes == {compile_kernel(SMALL, (9, 0), tmp_path).hashes()[0]}
+
+
+def python(code: str, *arguments: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# -- the cache ------------------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_a_warm_start_needs_neither_nvvm_nor_numba(tmp_path: Path) -> None:
+    """A process that may import neither, and may load none of CUDA's libraries."""
+    made = compile_kernel(SMALL, (9, 0), tmp_path)
+    assert not made.from_cache
+    code = """
+import hashlib, sys
+from pathlib import Path
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("numba", "llvmlite", "cuda"):
+            raise ImportError(f"{name} must not be imported")
+sys.meta_path.insert(0, Refuse())
+from cuda_kernels.cuda.compile import compile_kernel
+from cuda_kernels.frames import cuda_call
+made = compile_kernel(cuda_call.KERNELS[0, 4], (9, 0), Path(sys.argv[1]))
+assert made.from_cache
+print(*made.hashes())
+"""
+    assert python(code, str(tmp_path)).split() == list(made.hashes())
+
+
+@needs_compiler
+def test_a_damaged_file_is_made_again(tmp_path: Path) -> None:
+    made = compile_kernel(SMALL, (9, 0), tmp_path)
+    (place,) = tmp_path.iterdir()
+    data = place.read_bytes()
+    for damaged in (b"", data[:100], data[:-1], data[:-1] + b"x", b"{}\n" + data):
+        place.write_bytes(damaged)
+        again = compile_kernel(SMALL, (9, 0), tmp_path)
+        assert not again.from_cache
+        assert again.hashes() == made.hashes()
+        assert compile_kernel(SMALL, (9, 0), tmp_path).from_cache
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    made = compile_kernel(SMALL, (9, 0), tmp_path / "file" / "cache")
+    assert made.cubin.startswith(b"\x7fELF")
+
+
+def test_the_key_hangs_on_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {cache_key(SMALL, (9, 0)), cache_key(SMALL, (8, 0))}
+    keys |= {cache_key(source, (9, 0)) for source in KERNELS}
+    assert len(keys) == 1 + len(KERNELS)
+    before = cache_key(SMALL, (9, 0))
+    for name in compiling.TOOLS:
+        versions = {**compiling.tool_versions(), name: "another"}
+        monkeypatch.setattr(compiling, "tool_versions", lambda found=versions: found)
+        assert cache_key(SMALL, (9, 0)) != before
+        monkeypatch.undo()
+    read = Path.read_bytes
+    for name in (*compiling.SHARED_SOURCES, "cuda_move.py"):
+        monkeypatch.setattr(
+            Path, "read_bytes", lambda path, n=name: read(path) + b"#" * (path.name == n)
+        )
+        assert cache_key(SMALL, (9, 0)) != before, name
+        monkeypatch.undo()
+    assert cache_key(SMALL, (9, 0)) == before
+
+
+def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVMEM_CUDA_CACHE_DIR", str(tmp_path))
+    assert compiling.cache_folder() == tmp_path
+    monkeypatch.delenv("KVMEM_CUDA_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiling.cache_folder() == tmp_path / "kvmem" / "cuda"
+
+
+# -- what is missing ------------------------------------------------------------------------------
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def version(name: str) -> str:
+        if name == "numba-cuda":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(MissingLibrary, match=r"numba-cuda is not installed.*kvmem\[cuda\]"):
+        compile_kernel(SMALL, (9, 0), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("library", "distribution"),
+    [("nvvm", "nvidia-nvvm"), ("nvrtc", "nvidia-cuda-nvrtc"), ("nvJitLink", "nvidia-nvjitlink")],
+)
+def test_a_missing_library_names_its_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, library: str, distribution: str
+) -> None:
+    from cuda import pathfinder
+
+    load = pathfinder.load_nvidia_dynamic_lib
+
+    def refuse(name: str) -> object:
+        if name == library:
+            raise pathfinder.DynamicLibNotFoundError(name)
+        return load(name)
+
+    monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", refuse)
+    with pytest.raises(MissingLibrary, match=f"{distribution} brings it"):
+        compile_kernel(SMALL, (9, 0), tmp_path)
+
+
+def test_the_environment_pointer_may_not_be_used() -> None:
+    line = ".common .global .align 8 .u64 _ZN08NumbaEnv1k;\n"
+    text = f"{line}.visible .entry mangled() {{ bra mangled_1; }}"
+    assert stable_names(text, "k") == ".visible .entry k() { bra k_1; }"
+    with pytest.raises(RuntimeError, match="environment"):
+        stable_names(text + " ld.global.u64 %rd1, [_ZN08NumbaEnv1k];", "k")
+    with pytest.raises(RuntimeError, match="2 kernels"):
+        stable_names(text + ".visible .entry other() { ret; }", "k")

@@ -16,11 +16,11 @@ from types import FrameType
 from typing import Any
 
 from kvmem.ledger.jit import JIT_DISABLED
-from tests.sim import mutants_ledger
+from tests.sim import mutants_ledger, mutants_recovery
 from tests.sim.driver import drawn_setup, drive
 from tests.sim.mutants import MUTANTS, planted
 
-assert mutants_ledger  # registers its own
+assert mutants_ledger and mutants_recovery  # they register their own
 SEEDS = Path(__file__).with_name("mutant_seeds.json")
 NUM_OPS = 160
 ENOUGH = 3  # seeds to record

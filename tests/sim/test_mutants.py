@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.faults.plant import printed_by
-from tests.sim import mutants_ledger
+from tests.sim import mutants_ledger, mutants_recovery
 from tests.sim.mutants import MUTANTS
 
-assert mutants_ledger  # registers its own
+assert mutants_ledger and mutants_recovery  # they register their own
 SEEDS: dict[str, list[int]] = json.loads(Path(__file__).with_name("mutant_seeds.json").read_text())
 SURVIVORS = {name for name, one in MUTANTS.items() if one.survives}
 

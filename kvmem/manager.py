@@ -270,11 +270,20 @@ class Manager:
         with self._runtime.entered():
             return self._swapper.swap_out(seqs, how)
 
-    def swap_in(self, seqs: list[Sequence]) -> Transfer:
+    def swap_in(self, seqs: list[Sequence], *, by_layer: int | None = None) -> Transfer:
         """Bring SWAPPED sequences back; others: no-op. Raises OutOfBlocks with nothing changed when
-        not all fit. O(blocks), never waits."""
+        not all fit. O(blocks), never waits.
+
+        `by_layer=n`: every n layers arrive by themselves, first layers first, so that a step may
+        begin with the first while later ones are under way (`write`, `attend` and `group` of a
+        layer wait for it). Worth it for long sequences and a slow link; with `debug` all come at
+        once.
+        """
+        layers = 0
+        if by_layer is not None:
+            layers = integer("by_layer", by_layer, low=1, high=self.config.num_layers)
         with self._runtime.entered():
-            return self._swapper.swap_in(seqs)
+            return self._swapper.swap_in(seqs, layers)
 
     def prefetch(self, seqs: list[Sequence]) -> Transfer:
         """As `swap_in`, in order and as far as there is room; never OutOfBlocks."""

@@ -51,6 +51,7 @@ class Plan:
     in_device: Ids = field(default_factory=_none)
     in_tokens: Ids = field(default_factory=_none)
     in_generation: Ids = field(default_factory=_none)  # of the host frames: the use that wrote them
+    in_layers: int = 0  # so many layers a fence, 0: one fence for all
     in_after_step: int = 0  # the last step that used the device frames now written
     in_after_out: int = 0  # the last out transfer that uses either frame
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvmem.plan import Plan
     from kvmem.runtime import Ids, Runtime
     from kvmem.sequence import Sequence
+    from kvmem.store.transfer import Slice
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Step:
         self._epoch = arrays.epoch
         self._ids = ids
         self._entered = self._ended = False
+        self._arriving: list[Slice] = []  # layers under way when the step began
         self._written: set[int] | None = set() if runtime.config.debug else None
         self._seqs = asked  # shared by all steps of these handles, never written
         self._own_seqs: list[Sequence] | None = None
@@ -164,7 +166,7 @@ class Step:
 
     def group(self, layer: int) -> StepGroup:
         """The tables of the group that a layer belongs to. Raises ValueError for no such layer."""
-        self._layer(layer)
+        self._arrive(self._layer(layer))
         return StepGroup(self.block_table, self.slot_mapping)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -175,6 +177,7 @@ class Step:
         """
         self._check_running()
         number = self._layer(layer)
+        self._arrive(number)
         self._runtime.store.write(number, k, v, self._arrays.slot_mapping)
         if self._written is not None:
             self._written.add(number)
@@ -203,6 +206,7 @@ class Step:
         """
         self._check_running()
         number = self._layer(layer)
+        self._arrive(number)
         arrays = self._arrays
         return self._runtime.store.attend(
             number,
@@ -230,7 +234,7 @@ class Step:
         self._entered = True
         runtime = self._runtime
         try:
-            runtime.store.begin(self._plan)  # waits here, under no lock (R6)
+            self._arriving = runtime.store.begin(self._plan)  # waits here, under no lock (R6)
         except BaseException:
             self._end(commit=False)
             raise
@@ -308,6 +312,11 @@ class Step:
             raise RuntimeError("this step has ended; plan a new one with Manager.step")
         if not self._entered:
             raise RuntimeError("enter the step first: with manager.step(...) as step")
+
+    def _arrive(self, layer: int) -> None:
+        """Let the compute stream wait for a layer that was swapped in by layers (R6)."""
+        if self._arriving:
+            self._runtime.store.arrive(self._arriving, layer)
 
     def _layer(self, layer: Any) -> int:
         num_layers = self._runtime.config.num_layers

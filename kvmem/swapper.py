@@ -146,10 +146,10 @@ class Swapper:
             )
         return self._act("swap_out", ledger.swap_out, records, seqs)
 
-    def swap_in(self, seqs: list[Sequence]) -> Transfer:
-        """See Manager.swap_in."""
+    def swap_in(self, seqs: list[Sequence], by_layer: int = 0) -> Transfer:
+        """See Manager.swap_in; 0 layers a fence: one for all."""
         records = self._runtime.records(seqs)
-        return self._act("swap_in", self._runtime.ledger.swap_in, records, seqs)
+        return self._act("swap_in", self._runtime.ledger.swap_in, records, seqs, by_layer)
 
     def prefetch(self, seqs: list[Sequence]) -> Transfer:
         """See Manager.prefetch: those that fit, in order, in one transfer each."""
@@ -271,13 +271,20 @@ class Swapper:
         return transfer
 
     def _act(
-        self, kind: str, act: Callable[[Ids], Plan], records: Ids, seqs: list[Sequence]
+        self,
+        kind: str,
+        act: Callable[[Ids], Plan],
+        records: Ids,
+        seqs: list[Sequence],
+        by_layer: int = 0,
     ) -> Transfer:
         runtime = self._runtime
         try:
             plan = act(np.ascontiguousarray(records))
         except Refusal as refusal:
             raise runtime.explain(refusal, seqs, kind) from None
+        if by_layer and plan.in_id:
+            plan.in_layers = by_layer
         runtime.submit(plan)
         ids = tuple(seq.id for seq in seqs)
         runtime.events.add(kind, ids, plan.num_out, plan.num_in)

@@ -31,6 +31,7 @@ class Arena:
 
     def __init__(self, name: str, num_frames: int, frame_bytes: int) -> None:
         self.name = name
+        self.num_pieces = 1  # in which accesses to a frame are told apart, see Pieces
         self.num_frames = num_frames
         self.frame_bytes = frame_bytes
         self.num_bytes = num_frames * frame_bytes
@@ -67,6 +68,10 @@ class Arena:
             raise ManagerClosed(f"{self.name} arena is closed; make a new Manager")
         return self._bytes
 
+    def pieces(self, count: int) -> Pieces:
+        """The same memory with each frame in so many equal pieces."""
+        return Pieces(self, count)
+
     @property
     def tensor(self) -> torch.Tensor:
         """The same memory as a torch.uint8 tensor ``[num_frames, frame_bytes]``."""
@@ -93,3 +98,24 @@ class Arena:
         self._bytes = None
         self._advise("MADV_DONTNEED")
         self._memory = None
+
+
+class Pieces:
+    """An arena whose frames are pieces of another's: piece p of frame f is frame f * count + p.
+
+    Has what copies ask of an arena. ``num_pieces`` of an arena says into how many its accesses are
+    split where a device checks them.
+    """
+
+    num_pieces = 1
+
+    def __init__(self, arena: Arena, count: int) -> None:
+        self.name = arena.name
+        self.num_frames = arena.num_frames * count
+        self.frame_bytes = arena.frame_bytes // count
+        self._arena = arena
+
+    @property
+    def bytes(self) -> NDArray[np.uint8]:
+        """uint8 ``[num_frames, frame_bytes]``. Raises ``ManagerClosed`` after ``close``."""
+        return self._arena.bytes.reshape(self.num_frames, self.frame_bytes)

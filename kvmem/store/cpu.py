@@ -21,7 +21,7 @@ from functools import partial
 from kvmem.errors import CorruptEntry, DeviceUnavailable, ManagerClosed
 from kvmem.fork import ForkGuard
 from kvmem.store.arena import Arena
-from kvmem.store.device import Access, Device, Fence, FrameIds, Moved, Stream, Ticket
+from kvmem.store.device import Access, Device, Fence, FrameIds, Memory, Moved, Stream, Ticket
 
 #: Seconds that ``close`` and interpreter exit give the workers; daemon threads are left after it.
 JOIN_SECONDS = 3.0
@@ -63,7 +63,7 @@ class _State:
     error: BaseException | None = None
     stopping: bool = False
     num_waiting: int = 0  # threads in `synchronize`
-    failed: list[Ticket] = field(default_factory=list)
+    tell: Callable[[Ticket, Exception], None] = field(default=lambda *_: None)
     hook: CopyHook | None = None
     fork: ForkGuard = field(default_factory=ForkGuard)
 
@@ -113,7 +113,7 @@ class CpuDevice(Device):
         self.sync = sync
         streams = () if sync else (Stream.OUT, Stream.IN)
         self._state = _State(
-            queues={stream: deque() for stream in streams}, hook=hook, failed=self.failed
+            queues={stream: deque() for stream in streams}, hook=hook, tell=_teller(self)
         )
         self._threads = tuple(
             threading.Thread(
@@ -180,15 +180,17 @@ class CpuDevice(Device):
     def copy_async(
         self,
         stream: Stream,
-        target: Arena,
+        target: Memory,
         target_ids: FrameIds,
-        source: Arena,
+        source: Memory,
         source_ids: FrameIds,
         ticket: Ticket | None = None,
+        moved: Moved | None = None,
     ) -> None:
         """Queue the copy; the worker releases the GIL while bytes move."""
         run = partial(_copy, self._state, stream, target, target_ids, source, source_ids)
-        moved = Moved(len(target_ids), len(target_ids) * target.frame_bytes)
+        if moved is None:
+            moved = Moved(len(target_ids), len(target_ids) * target.frame_bytes)
         self._submit(stream, _Work(run=run, moved=moved, ticket=ticket))
 
     def launch(
@@ -274,6 +276,18 @@ class CpuDevice(Device):
             )
 
 
+def _teller(device: Device) -> Callable[[Ticket, Exception], None]:
+    """`Device.tell` without a hold on the device: workers may not keep it alive."""
+    weak = weakref.ref(device)
+
+    def tell(ticket: Ticket, error: Exception) -> None:
+        alive = weak()
+        if alive is not None:
+            alive.tell(ticket, error)
+
+    return tell
+
+
 def _own(fence: Fence) -> CpuFence:
     if not isinstance(fence, CpuFence):
         raise TypeError(f"fence {fence.label} is of another device; a CpuFence is needed")
@@ -288,9 +302,9 @@ def _short(error: BaseException) -> str:
 def _copy(
     state: _State,
     stream: Stream,
-    target: Arena,
+    target: Memory,
     target_ids: FrameIds,
-    source: Arena,
+    source: Memory,
     source_ids: FrameIds,
 ) -> None:
     """Move frames in chunks, so that a worker told to stop does within one chunk."""
@@ -313,8 +327,7 @@ def _run(state: _State, stream: Stream, work: _Work) -> None:
         work.run()
     except BaseException as error:
         if work.ticket is not None and isinstance(error, Exception) and not state.stopping:
-            work.ticket.fail(error)
-            state.failed.append(work.ticket)
+            state.tell(work.ticket, error)
             return
         with state.changed:
             state.fail(error)

@@ -29,6 +29,17 @@ class Named(Protocol):
     name: str
 
 
+class Memory(Named, Protocol):
+    """What can be copied: an arena, or the pieces of one."""
+
+    frame_bytes: int
+    num_pieces: int
+
+    @property
+    def bytes(self) -> NDArray[np.uint8]:
+        """uint8 ``[frames, frame_bytes]``."""
+
+
 #: Frames of an arena that a launch reads or writes, for a device that checks orderings.
 Access = tuple[Named, FrameIds]
 
@@ -58,10 +69,6 @@ class Ticket:
     stream: Stream
     transfer_id: int
     error: Exception | None = None
-
-    def fail(self, error: Exception) -> None:
-        """Note why. Without its traceback, which would keep the frames of all its callers alive."""
-        self.error = error.with_traceback(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +126,19 @@ class Device(ABC):
     def copy_async(
         self,
         stream: Stream,
-        target: Arena,
+        target: Memory,
         target_ids: FrameIds,
-        source: Arena,
+        source: Memory,
         source_ids: FrameIds,
         ticket: Ticket | None = None,
+        moved: Moved | None = None,
     ) -> None:
         """Copy whole frames, ``source[source_ids[i]] -> target[target_ids[i]]``, on ``stream``.
 
         The id arrays belong to the device from here on: the caller must not write them again.
         A copy that fails leaves garbage in its targets. With a ``ticket`` it is told there and in
-        ``failed``, and the stream goes on; without one it fails the device.
+        ``failed``, and the stream goes on; without one it fails the device. ``moved`` is what it
+        counts as, if that is not its frames.
         """
 
     @abstractmethod
@@ -152,6 +161,12 @@ class Device(ABC):
 
     def read_back(self, arena: Named, frames: FrameIds) -> None:  # noqa: B027 - the same
         """The host is about to read frames. Raises ``RaceError`` on a device that can tell."""
+
+    def tell(self, ticket: Ticket, error: Exception) -> None:
+        """Note that a copy failed; once for all copies of a ticket."""
+        if ticket.error is None:
+            ticket.error = error.with_traceback(None)  # it would keep its callers' frames alive
+            self.failed.append(ticket)
 
     @abstractmethod
     def moved(self, stream: Stream) -> Moved:

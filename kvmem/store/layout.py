@@ -123,6 +123,12 @@ class Layout:
         return len(self.layers)
 
     @property
+    def is_even(self) -> bool:
+        """Whether each layer takes the same bytes of a frame, one behind the other."""
+        step, rest = divmod(self.frame_elements, self.num_layers)
+        return not rest and all(k == i * step for i, (k, _) in enumerate(self.layers))
+
+    @property
     def num_kv_heads(self) -> int:
         """K/V heads of each layer."""
         return self.geometry.layers[0].num_kv_heads

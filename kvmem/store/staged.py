@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvmem.store.arena import Arena
 from kvmem.store.compute import Compute
-from kvmem.store.device import Device, FrameIds, Stream
+from kvmem.store.device import Access, Device, FrameIds, Stream
 from kvmem.store.layout import Layout
 
 
@@ -46,7 +46,7 @@ class StagedCompute:
         self._device.launch(
             Stream.COMPUTE,
             partial(self._compute.write, layer, key.clone(), value.clone(), slots),
-            writes=((self._arena, _frames(used)),),
+            writes=(self._access(layer, _frames(used)),),
         )
 
     def attend(
@@ -91,13 +91,18 @@ class StagedCompute:
                 lse.copy_(found[1])
 
         staged_query = query.clone()
-        reads = ((self._arena, _frames(staged)),)
+        reads = (self._access(layer, _frames(staged)),)
         self._device.launch(Stream.COMPUTE, run, reads=reads)
         if not self._late:
             self._device.settle(Stream.COMPUTE)
         if refused:
             raise refused[0]
         return out if lse is None else (out, lse)
+
+    def _access(self, layer: int, frames: FrameIds) -> Access:
+        """One layer of some frames."""
+        count = self._arena.num_pieces
+        return self._arena.pieces(count), frames * count + layer if count > 1 else frames
 
 
 def _frames(ids: NDArray[Any]) -> FrameIds:

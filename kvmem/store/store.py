@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import threading
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -29,12 +28,13 @@ from kvmem.geometry import RESERVED_FRAMES, arena_frames
 from kvmem.store.arena import Arena
 from kvmem.store.checks import Checks, Poison
 from kvmem.store.compute import Compute
-from kvmem.store.device import Device, Fence, FrameIds, Moved, Stream, Ticket
+from kvmem.store.device import Device, Moved, Stream, Ticket
 from kvmem.store.layout import Layout, StoreConfig
 from kvmem.store.making import make_device
-from kvmem.store.order import Ids, StepFences, TransferQueue, check_frames, check_order, own_copy
+from kvmem.store.order import StepFences, check_frames, own_copy
 from kvmem.store.staged import StagedCompute
-from kvmem.store.transfer_clock import TransferObserver, copy_watched
+from kvmem.store.transfer import Slice, Transfers
+from kvmem.store.transfer_clock import TransferObserver
 
 if TYPE_CHECKING:
     from kvmem.plan import Plan
@@ -63,6 +63,9 @@ class Store:
         self._host_arena: Arena | None = None
         if frames[1]:
             self._host_arena = self.device.new_arena("host", frames[1], frame_bytes, host=True)
+        if self.device.simulated and self.layout.is_even:
+            for arena in filter(None, (self._device_arena, self._host_arena)):
+                arena.num_pieces = self.layout.num_layers  # copies by layers are told apart
         self._compute = Compute(self.layout, self._device_arena, check=config.debug)
         self._kernels: Compute | StagedCompute = self._compute
         self._checks: Checks | None = None
@@ -76,14 +79,14 @@ class Store:
             self._kernels = StagedCompute(
                 self._compute, self.layout, self.device, self._device_arena, late_results=late
             )
-        # Guards the three below; held for a few list operations, never while anything waits.
+        # Guards the two below; held for a few list operations, never while anything waits.
         self._lock = threading.Lock()
-        self._out = TransferQueue(self.device, Stream.OUT)
-        self._in = TransferQueue(self.device, Stream.IN)
-        self._transfers = {"out": self._out, "in": self._in}
         self._steps = StepFences(self.device)
-        self._written = np.full(frames[1] if frames[1] else 1, -1, np.int32)  # use of host frames
-        self.observers: tuple[TransferObserver, ...] = ()  # who hears of transfers; mostly nobody
+        self._moves = Transfers(
+            self.device, self.layout, (self._device_arena, self._host_arena), self._steps,
+            checks=self._checks, poison=self._poison,
+        )  # fmt: skip
+        self._transfers = {"out": self._moves.out, "in": self._moves.into}
         self._closed = False
         self._fork = ForkGuard()
 
@@ -102,47 +105,39 @@ class Store:
         if not (plan.out_id or plan.in_id or len(plan.out_device) or len(plan.in_device)):
             with self._lock:
                 if plan.step_after_in or plan.step_after_out or len(plan.fill_frames):
-                    self._check_order(plan)
+                    self._moves.check_order(plan)
                 if plan.step_epoch:
                     self._steps.begin(plan.step_epoch)
             return
         with self._lock:
-            blocks = self.num_blocks
-            out = Ids.checked("out", plan.out_device, plan.out_host, plan.out_tokens, blocks)
-            into = Ids.checked("in", plan.in_device, plan.in_host, plan.in_tokens, blocks)
-            self._check_generations(plan, into)
-            poison = own_copy(plan.fill_frames)
-            check_frames("fill_frames", poison, blocks[DEVICE])
-            self._check_order(plan)
-            if plan.out_id:
-                if len(plan.out_generation):
-                    self._written[out.host] = plan.out_generation
-                self._submit_out(plan, out, poison)
-            if plan.in_id:
-                self._submit_in(plan, into)
+            self._moves.submit(plan, self._moves.checked(plan, self.num_blocks))
             if plan.step_epoch:
                 self._steps.begin(plan.step_epoch)
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: Plan) -> list[Slice]:
         """Let the compute stream wait for what the plan's step needs, then copy on write (R3, R6).
 
         On the CPU device the calling thread is the compute stream: it waits here, under no lock.
-        Raises as ``submit`` when the device failed or was closed meanwhile.
+        Returns the layers that are still under way, for `arrive`. Raises as ``submit`` when the
+        device failed or was closed meanwhile.
         """
         self.check_usable()
         waits = plan.step_after_in or plan.step_after_out or len(plan.copy_source)
         if not waits and plan.step_epoch in self._steps.open:
-            return
+            return []
         with self._lock:
-            into, out = self._in, self._out
-            if plan.step_after_in > into.last or plan.step_after_out > out.last:
-                raise ValueError("the plan's step waits for a transfer not submitted; submit first")
-            fences = (into.fence(plan.step_after_in), out.fence(plan.step_after_out))
+            fences, slices = self._moves.arrivals(plan)
             if plan.step_epoch:
                 self._steps.begin(plan.step_epoch)
-        self._after(Stream.COMPUTE, *fences)
+        self._moves.after(Stream.COMPUTE, *fences)
         if len(plan.copy_source):
             self._copy_on_write(plan)
+        return slices
+
+    def arrive(self, slices: list[Slice], layer: int) -> None:
+        """Let the compute stream wait for the slices up to a layer, and take them off the list."""
+        while slices and slices[0].first_layer <= layer:
+            self._moves.after(Stream.COMPUTE, slices.pop(0).fence)
 
     def end(self, step_epoch: int) -> None:
         """Record the fence of a step: all its work is on the compute stream. A second call: no-op.
@@ -155,13 +150,12 @@ class Store:
 
     def retired(self) -> tuple[int, int]:
         """The last out id and the last in id that are done, with all before them; never waits."""
-        last = self._out.last, self._in.last  # before `pending`: nothing later can be claimed
-        if not (self._out.pending or self._in.pending):
+        out, into = self._moves.out, self._moves.into
+        last = out.last, into.last  # before `pending`: nothing later can be claimed
+        if not (out.pending or into.pending):
             return last
         with self._lock:
-            # first those in: when one is done, the copies out that it waited for are as well
-            into = self._in.retired()
-            return self._out.retired(), into
+            return self._moves.retired()
 
     def wait(self, direction: Direction, transfer_id: int, timeout: float | None = None) -> bool:
         """Wait on the host for a transfer and all before it; False when ``timeout`` s passed.
@@ -188,6 +182,15 @@ class Store:
             return self.device.synchronize(fence, None if timeout == math.inf else timeout)
         except DeviceUnavailable as error:
             raise TransferError(str(error)) from self.error
+
+    @property
+    def observers(self) -> tuple[TransferObserver, ...]:
+        """Who hears of transfers when they end; mostly nobody."""
+        return self._moves.observers
+
+    @observers.setter
+    def observers(self, observers: tuple[TransferObserver, ...]) -> None:
+        self._moves.observers = observers
 
     @property
     def failed(self) -> list[Ticket]:
@@ -338,60 +341,6 @@ class Store:
 
     # --- inside ------------------------------------------------------------------------------
 
-    def _check_generations(self, plan: Plan, into: Ids) -> None:
-        """Raise ``CorruptEntry`` when a copy in would read another use of a host frame than the one
-        that the plan means: a stale frame id (R11). A plan without generations is not checked."""
-        if not len(plan.in_generation):
-            return
-        now = dict(zip(plan.out_host.tolist(), plan.out_generation.tolist(), strict=False))
-        written = self._written[into.host].tolist()
-        for host, kept, asked in zip(
-            into.host.tolist(), written, plan.in_generation.tolist(), strict=True
-        ):
-            if now.get(host, kept) != asked:
-                raise CorruptEntry(
-                    f"in_generation: host frame {host} holds its use {now.get(host, kept)}, the "
-                    f"plan asks for use {asked} (R11); make a new Manager"
-                )
-
-    def _check_order(self, plan: Plan) -> None:
-        check_order(plan, last_out=self._out.last, last_in=self._in.last)
-
-    def _submit_out(self, plan: Plan, out: Ids, poison: FrameIds) -> None:
-        device, queue = self.device, self._out
-        source, target = self._device_arena, self._host_arena
-        self._after(Stream.OUT, *self._steps.after(plan.out_after_step))
-        self._after(Stream.OUT, self._in.fence(plan.out_after_in))
-        if len(out.device) and target is not None:
-            ticket = Ticket(Stream.OUT, plan.out_id)
-            if self._checks is not None:
-                note = partial(self._checks.record, out.device, out.host, out.tokens)
-                device.launch(Stream.OUT, note, reads=((source, out.device),))
-            copy_watched(
-                self.observers, device, Stream.OUT, target, out.host, source, out.device, ticket
-            )
-            if self._checks is not None:
-                device.launch(Stream.OUT, partial(self._checks.forget, out.host, ticket))
-        if len(poison) and self._poison is not None:
-            fill = partial(self._poison.fill, poison)
-            device.launch(Stream.OUT, fill, writes=((source, poison),))
-        queue.record(plan.out_id)
-
-    def _submit_in(self, plan: Plan, into: Ids) -> None:
-        device, queue = self.device, self._in
-        source, target = self._host_arena, self._device_arena
-        self._after(Stream.IN, *self._steps.after(plan.in_after_step))
-        self._after(Stream.IN, self._out.fence(plan.in_after_out))
-        if len(into.host) and source is not None:
-            ticket = Ticket(Stream.IN, plan.in_id)
-            copy_watched(
-                self.observers, device, Stream.IN, target, into.device, source, into.host, ticket
-            )
-            if self._checks is not None:
-                compare = partial(self._checks.verify, into.host, into.device, into.tokens, ticket)
-                device.launch(Stream.IN, compare, reads=((target, into.device),))
-        queue.record(plan.in_id)
-
     def _copy_on_write(self, plan: Plan) -> None:
         source, target = own_copy(plan.copy_source), own_copy(plan.copy_target)
         tokens = own_copy(plan.copy_tokens)
@@ -405,11 +354,6 @@ class Store:
             writes=((arena, target),),
             moved=Moved(len(source), int(tokens.sum()) * self.layout.token_bytes),
         )
-
-    def _after(self, stream: Stream, *fences: Fence | None) -> None:
-        """Order a stream after fences; None is a fence that was reached and forgotten."""
-        for fence in filter(None, fences):
-            self.device.wait(stream, fence)
 
     def _views(self, tier: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._check_open()

@@ -10,8 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvmem.store.arena import Arena
-from kvmem.store.device import Device, FrameIds, Stream, Ticket
+from kvmem.store.device import Device, FrameIds, Memory, Moved, Stream, Ticket
 
 #: Called when a transfer has ended, on the thread that moved it: direction ("out": device to host,
 #: "in"), blocks, bytes, seconds. Must be quick and must not raise.
@@ -47,18 +46,20 @@ def copy_watched(
     observers: tuple[TransferObserver, ...],
     device: Device,
     stream: Stream,
-    target: Arena,
+    target: Memory,
     target_ids: FrameIds,
-    source: Arena,
+    source: Memory,
     source_ids: FrameIds,
     ticket: Ticket,
+    moved: Moved | None = None,
 ) -> None:
     """``device.copy_async``, between the two notes of a clock where somebody watches."""
+    if moved is None:
+        moved = Moved(len(target_ids), len(target_ids) * target.frame_bytes)
     if not observers:
-        device.copy_async(stream, target, target_ids, source, source_ids, ticket)
+        device.copy_async(stream, target, target_ids, source, source_ids, ticket, moved)
         return
-    blocks = len(target_ids)
-    clock = TransferClock(observers, stream.name.lower(), blocks, blocks * target.frame_bytes)
+    clock = TransferClock(observers, stream.name.lower(), moved.frames, moved.num_bytes)
     device.launch(stream, clock.start)
-    device.copy_async(stream, target, target_ids, source, source_ids, ticket)
+    device.copy_async(stream, target, target_ids, source, source_ids, ticket, moved)
     device.launch(stream, clock.stop)

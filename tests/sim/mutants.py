@@ -19,6 +19,7 @@ from kvmem.store.device import Stream
 from kvmem.store.order import StepFences, TransferQueue
 from kvmem.store.sim import SimDevice
 from kvmem.store.store import Store
+from kvmem.store.transfer import Transfers
 from tests.faults.plant import replaced
 
 Hit = Callable[[], None]
@@ -91,7 +92,7 @@ for _stream, _label in (
     (Stream.COMPUTE, "in"), (Stream.COMPUTE, "out"),
 ):  # fmt: skip
     MUTANTS[f"{_stream.name.lower()}_waits_for_no_{_label}"] = Mutant(
-        ((Store, "_after"),), dropping(_stream, _label)
+        ((Transfers, "after"),), dropping(_stream, _label)
     )
 
 
@@ -151,18 +152,17 @@ def the_fence_of_a_step_is_never_recorded(original: Function, hit: Hit) -> Funct
 
 @mutant((Store, "begin"))
 def copy_on_write_before_the_waits(original: Function, hit: Hit) -> Function:
-    def begin(self: Any, plan: Any) -> None:
+    def begin(self: Any, plan: Any) -> Any:
         if len(plan.copy_source):
             hit()
             self._copy_on_write(plan)
             none = plan.copy_source[:0]
             plan.copy_source, kept = none, plan.copy_source
             try:
-                original(self, plan)
+                return original(self, plan)
             finally:
                 plan.copy_source = kept
-        else:
-            original(self, plan)
+        return original(self, plan)
 
     return begin
 
@@ -218,22 +218,22 @@ MUTANTS["out_fence_before_its_copy"] = Mutant(((SimDevice, "record"),), fence_fi
 MUTANTS["in_fence_before_its_copy"] = Mutant(((SimDevice, "record"),), fence_first(Stream.IN))
 
 
-@mutant((Store, "_submit_out"))
+@mutant((Transfers, "submit_out"))
 def poison_before_the_copies(original: Function, hit: Hit) -> Function:
     def submit_out(self: Any, plan: Any, out: Any, poison: Any) -> None:
         if len(poison) and set(poison.tolist()) & set(out.device.tolist()):
             hit()
         arena, fill = self._device_arena, partial(self._poison.fill, poison)
-        self._after(Stream.OUT, *self._steps.after(plan.out_after_step))
-        self._after(Stream.OUT, self._transfers["in"].fence(plan.out_after_in))
+        self.after(Stream.OUT, *self._steps.after(plan.out_after_step))
+        self.after(Stream.OUT, self.into.fence(plan.out_after_in))
         if len(poison):
-            self.device.launch(Stream.OUT, fill, writes=((arena, poison),))
+            self._device.launch(Stream.OUT, fill, writes=((arena, poison),))
         original(self, plan, out, poison[:0])
 
     return submit_out
 
 
-@mutant((Store, "_submit_out"))
+@mutant((Transfers, "submit_out"))
 def poison_at_once(original: Function, hit: Hit) -> Function:
     """Vacated frames are filled by the host, under whatever still reads them."""
 
@@ -246,14 +246,14 @@ def poison_at_once(original: Function, hit: Hit) -> Function:
     return submit_out
 
 
-@mutant((Store, "_submit_out"))
+@mutant((Transfers, "submit_out"))
 def poison_on_the_in_stream(original: Function, hit: Hit) -> Function:
     def submit_out(self: Any, plan: Any, out: Any, poison: Any) -> None:
         original(self, plan, out, poison[:0])
         if len(poison):
             hit()
             arena, fill = self._device_arena, partial(self._poison.fill, poison)
-            self.device.launch(Stream.IN, fill, writes=((arena, poison),))
+            self._device.launch(Stream.IN, fill, writes=((arena, poison),))
 
     return submit_out
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from kvmem.errors import RaceError
-from kvmem.store.device import Access, Stream
+from kvmem.store.device import Access, FrameIds, Named, Stream
 from kvmem.store.sim.ops import NEVER, CallSite, Clock, Op, told
 
 #: Place of the host in a clock; stream s is at s + 1.
@@ -90,12 +90,12 @@ class Clocks:
     ) -> None:
         """Check and note one access to several cells. Raises RaceError. O(cells)."""
         for arena, ids in reads:
-            for number in ids.tolist():
+            for number in cells_of(arena, ids):
                 cell = self._cell(arena.name, number)
                 _require_order(cell.writer, touch, clock, arena.name, number, "write", "read")
                 cell.readers[touch.who] = touch
         for arena, ids in writes:
-            for number in ids.tolist():
+            for number in cells_of(arena, ids):
                 cell = self._cell(arena.name, number)
                 _require_order(cell.writer, touch, clock, arena.name, number, "write", "write")
                 for reader in cell.readers.values():
@@ -111,9 +111,8 @@ class Clocks:
         for mine, others, second in ((reads, op.writes, "read"), (writes, all_of_it, "write")):
             for arena, ids in mine:
                 for other, used in others:
-                    both = (
-                        set(ids.tolist()) & set(used.tolist()) if other.name == arena.name else ()
-                    )
+                    same = other.name == arena.name
+                    both = set(cells_of(arena, ids)) & set(cells_of(other, used)) if same else ()
                     if both:
                         before = Touch(op.stream + 1, sys.maxsize, str(op), op.site)
                         _require_order(
@@ -127,6 +126,16 @@ class Clocks:
         if cell is None:
             cell = self._cells[key] = Cell()
         return cell
+
+
+def cells_of(arena: Named, ids: FrameIds) -> list[int]:
+    """The cells of an access: a frame is as many as the arena says it has pieces, and who touches
+    one layer says so by the pieces (`Arena.pieces`)."""
+    count = getattr(arena, "num_pieces", 1)
+    numbers: list[int] = ids.tolist()
+    if count == 1:
+        return numbers
+    return [number * count + i for number in numbers for i in range(count)]
 
 
 def _require_order(

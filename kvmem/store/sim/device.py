@@ -16,7 +16,7 @@ from kvmem.errors import ConfigError, CorruptEntry, DeviceUnavailable, ManagerCl
 from kvmem.fork import ForkGuard
 from kvmem.sim_options import SimOptions
 from kvmem.store.arena import Arena
-from kvmem.store.device import Access, Device, Fence, FrameIds, Moved, Named, Stream, Ticket
+from kvmem.store.device import Access, Device, Fence, FrameIds, Memory, Moved, Named, Stream, Ticket
 from kvmem.store.sim.clocks import HOST, Clocks, Touch
 from kvmem.store.sim.faults import Faults
 from kvmem.store.sim.log import Log
@@ -47,7 +47,7 @@ class SimDevice(Device):
         self.log = Log()
         self.faults = Faults(self.options, self.log)
         self.clocks = Clocks()
-        self.scheduler = Scheduler(self.options, self.clocks, self.faults, self.log, self.failed)
+        self.scheduler = Scheduler(self.options, self.clocks, self.faults, self.log, self.tell)
         self._changed = threading.Condition(threading.RLock())
         self._num_ops = 0
         self._stopping = False
@@ -121,11 +121,12 @@ class SimDevice(Device):
     def copy_async(
         self,
         stream: Stream,
-        target: Arena,
+        target: Memory,
         target_ids: FrameIds,
-        source: Arena,
+        source: Memory,
         source_ids: FrameIds,
         ticket: Ticket | None = None,
+        moved: Moved | None = None,
     ) -> None:
         """Queue a copy that runs in fragments, each reading its source when it runs."""
         with self._changed:
@@ -139,7 +140,7 @@ class SimDevice(Device):
                     call_site(),
                     reads=((source, source_ids),),
                     writes=((target, target_ids),),
-                    moved=Moved(len(target_ids), len(target_ids) * target.frame_bytes),
+                    moved=moved or Moved(len(target_ids), len(target_ids) * target.frame_bytes),
                     copy=Copy(target, target_ids, source, source_ids),
                     ticket=ticket,
                 )

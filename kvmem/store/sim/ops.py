@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import NamedTuple
 
-from kvmem.store.arena import Arena
-from kvmem.store.device import Access, Fence, FrameIds, Moved, Stream, Ticket
+from kvmem.store.device import Access, Fence, FrameIds, Memory, Moved, Stream, Ticket
 
 #: Frames of the Python stack that an entry keeps of the call that queued it.
 SITE_DEPTH = 12
@@ -36,9 +35,9 @@ class SimFence(Fence):
 class Copy(NamedTuple):
     """Whole frames from one arena to another."""
 
-    target: Arena
+    target: Memory
     target_ids: FrameIds
-    source: Arena
+    source: Memory
     source_ids: FrameIds
 
 

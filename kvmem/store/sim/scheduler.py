@@ -45,13 +45,13 @@ class Scheduler:
         clocks: Clocks,
         faults: Faults,
         log: Log,
-        failed: list[Ticket],
+        tell: Callable[[Ticket, Exception], None],
     ) -> None:
         self._mode = options.mode
         self._engines = options.copy_engines
         self._not_yet = options.not_yet
         self._clocks, self._faults, self._log = clocks, faults, log
-        self._failed = failed
+        self._tell = tell
         self._random = random.Random(f"{options.seed}:schedule")
         victim = options.starve or self._random.choice(("compute", "out", "in"))
         self._starved = Stream[victim.upper()]
@@ -206,9 +206,8 @@ class Scheduler:
             if op.ticket is None:
                 raise
             self._log.add(f"failed copy {op.stream.name} {op.ticket.transfer_id}")
-            op.ticket.fail(error)
             op.moved = None
-            self._failed.append(op.ticket)
+            self._tell(op.ticket, error)
             return True
         target, target_ids, source, source_ids = op.copy
         width = target.frame_bytes

@@ -42,8 +42,7 @@ _PLANNED_DEVICES = ("cuda",)
 EVICTIONS = ("lru",)
 _PLANNED_EVICTIONS = ("lfu", "fifo", "s3fifo", "arc", "cost")
 
-ZERO_ON_FREE = ("never",)
-_PLANNED_ZERO_ON_FREE = ("cross_namespace", "always")
+ZERO_ON_FREE = ("never", "cross_namespace", "always")
 
 _MAX_MEMORY = 2**62
 
@@ -93,8 +92,10 @@ class Config:
     there is one), "write_through" (full blocks are copied there while no other copy is on the way,
     so that eviction is free), "exclusive" (as "write_back", but what comes back gives up its host
     copy) or "none"; ``watermarks=(low, high)``, shares of the device tier, lets "write_back" copy
-    ahead too; ``eviction`` "lru"; ``zero_on_free`` "never"; ``sync=True`` runs each transfer at
-    once, ``debug=True`` poisons vacated frames, adds guards and checksums.
+    ahead too; ``eviction`` "lru"; ``sync=True`` runs each transfer at once, ``debug=True`` poisons
+    vacated frames, adds guards and checksums. ``zero_on_free`` (R12) zeroes device frames: "never",
+    "cross_namespace" (when a new block of another namespace takes one over) or "always" (when one
+    is vacated).
 
     Watermarks: when fewer than ``low`` of the device's blocks are free or saved already, the oldest
     evictable ones are copied until ``high`` are. Off (None) unless given.
@@ -164,7 +165,7 @@ class Config:
             device=_device(device),
             block_size=_block_size(block_size),
             eviction=_policy("eviction", eviction, EVICTIONS, _PLANNED_EVICTIONS),
-            zero_on_free=_policy("zero_on_free", zero_on_free, ZERO_ON_FREE, _PLANNED_ZERO_ON_FREE),
+            zero_on_free=_policy("zero_on_free", zero_on_free, ZERO_ON_FREE, ()),
             sync=boolean("sync", sync),
             debug=boolean("debug", debug),
         )

@@ -53,7 +53,10 @@ class Runtime:
             block_size=config.block_size,
             tier_policy=config.tier_policy,
             watermarks=_watermarks(config),
-            record_fills=config.debug or (config.sim is not None and config.sim.poison),
+            record_fills=config.zero_on_free == "always"
+            or config.debug
+            or (config.sim is not None and config.sim.poison),
+            clears=config.zero_on_free == "cross_namespace",
         )
         self.failed = self.store.failed  # copies that failed and were not recovered from yet
         self.losses = Losses(self.ledger)

@@ -17,6 +17,7 @@ from .residency import (
     device_at,
     enter_residency,
     give_device_frame,
+    list_fill,
     release_busy,
     take_block,
     take_device_frame,
@@ -91,11 +92,14 @@ def note_waits(state: State, f: int) -> None:
 
 
 @compiled
-def new_block(state: State) -> int:
+def new_block(state: State, namespace: int) -> int:
     """A fresh block on the device, named by one RESIDENT table entry to come. O(1)."""
     f = take_device_frame(state)  # first: an eviction may have to free the id that `b` gets
     b = take_block(state)
-    give_device_frame(state, b, f)
+    former = state.frames[device_at(state, f)].namespace
+    if state.ledger[0].clears and former != 0 and former != namespace:
+        list_fill(state, f)  # its slots are written one by one; a copy in would cover it whole
+    give_device_frame(state, b, f, namespace)
     state.blocks[b].ref_count = 1
     state.blocks[b].num_resident = 1
     note_waits(state, f)
@@ -113,7 +117,7 @@ def copy_on_write(state: State, row_at: Rows) -> None:
     sequence = state.sequences[s]
     row.copy_index = sequence.num_stored // ledger.block_size
     row.copy_source = entry(state, s, int(row.copy_index))
-    b = new_block(state)
+    b = new_block(state, int(sequence.namespace))
     state.blocks[b].num_tokens = sequence.num_stored % ledger.block_size
     at = state.tables[s, GROUP].start + row.copy_index
     state.table[at] = b
@@ -137,7 +141,8 @@ def take_frames(state: State, row_at: Rows) -> None:
     s = row.sequence
     sequence, table = state.sequences[s], state.tables[s, GROUP]
     kept = int(row.old_blocks) if row.old_state == RESIDENT else 0  # they have their frames
-    fence = arrive(state, int(table.start) + kept, int(table.num_blocks) - kept)
+    num_missing = int(table.num_blocks) - kept
+    fence = arrive(state, int(table.start) + kept, num_missing, int(sequence.namespace))
     sequence.fence_in = max(sequence.fence_in, fence)
     end = max(int(sequence.num_stored), int(sequence.num_computed) + int(row.num_tokens))
     if end > sequence.num_stored and sequence.num_stored % ledger.block_size:
@@ -148,7 +153,7 @@ def take_frames(state: State, row_at: Rows) -> None:
             b = entry(state, s, int(sequence.num_stored) // ledger.block_size)
             note_waits(state, int(state.blocks[b].device_frame))
     for _ in range(num_blocks_for(state, end) - int(table.num_blocks)):
-        b = new_block(state)
+        b = new_block(state, int(sequence.namespace))
         state.table[table.start + table.num_blocks] = b
         state.frame_table[table.start + table.num_blocks] = state.blocks[b].device_frame
         table.num_blocks += 1

@@ -102,7 +102,7 @@ def offer_decode(state: State, batch: Batch, rows: Rows, budget: int, reserve: i
 def begin_block(state: State, s: int, row_at: Rows) -> int:
     """Give a row the new block that its token begins; return the token's slot. O(1)."""
     table = state.tables[s, GROUP]
-    b = new_block(state)
+    b = new_block(state, int(state.sequences[s].namespace))
     f = state.blocks[b].device_frame
     state.table[table.start + table.num_blocks] = b
     state.frame_table[table.start + table.num_blocks] = f

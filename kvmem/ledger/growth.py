@@ -107,6 +107,8 @@ class GrowingState:
             if not used["num_children"][i] and not used["num_sequences"][i]:
                 del self._namespaces[name]
                 self._free_namespaces.append(i)
+                frames = self.state.frames["namespace"]
+                frames[frames == i] = -1  # the number will be another's (R12)
         old = len(used)
         if 2 * len(self._free_namespaces) < old:
             self._grow("namespaces", length=2 * old)

@@ -38,6 +38,7 @@ class Ledger(SealingState):
         tier_policy: str,
         watermarks: tuple[int, int] = (0, 0),
         record_fills: bool = False,
+        clears: bool = False,
         hash_seed: int | None = None,
     ) -> None:
         self.block_size = block_size
@@ -48,6 +49,7 @@ class Ledger(SealingState):
             tier_policy=tier_policy,
             watermarks=watermarks,
             record_fills=record_fills,
+            clears=clears,
             hash_seed=secrets.randbits(128) if hash_seed is None else hash_seed,
         )
         super().__init__(state)

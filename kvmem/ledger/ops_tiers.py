@@ -136,7 +136,7 @@ def swap_in(addresses: Addresses, seqs: Ids, need: NDArray[np.int64]) -> int:
     allow_for_rounds(state, int(need[0]))
     for i in range(seqs.shape[0]):
         sequence, table = state.sequences[seqs[i]], state.tables[seqs[i], GROUP]
-        fence = arrive(state, int(table.start), int(table.num_blocks))
+        fence = arrive(state, int(table.start), int(table.num_blocks), int(sequence.namespace))
         sequence.fence_in = max(sequence.fence_in, fence)
     release_busy(state)
     return OK

@@ -33,7 +33,7 @@ from .state import (
     WRITE_THROUGH,
     State,
 )
-from .trie import remove_node
+from .trie import has_children, remove_node
 
 
 @compiled
@@ -85,6 +85,19 @@ def settle_lists(state: State, b: int) -> None:
 
 
 @compiled
+def list_fill(state: State, f: int) -> None:
+    """List a device frame that holds nothing to be filled, with poison or zeros (R12). O(1)."""
+    ledger, frame = state.ledger[0], state.frames[device_at(state, f)]
+    # written in the order of the out stream; the next user waits for it
+    state.fill_list[ledger.num_fills] = f
+    ledger.num_fills += 1
+    ledger.out_opened = 1
+    frame.fence_out = ledger.last_out + 1
+    ledger.out_after_step = max(ledger.out_after_step, frame.last_use)
+    ledger.out_after_in = max(ledger.out_after_in, frame.fence_in)
+
+
+@compiled
 def vacate_device(state: State, b: int) -> int:
     """Part a block from its device frame and return the frame, which now holds nothing. O(1)."""
     leave_list(state, b, IN_DEVICE_LRU)
@@ -95,13 +108,7 @@ def vacate_device(state: State, b: int) -> int:
     frame.block = 0
     frame.generation += 1
     if ledger.record_fills:
-        # the poison is written in the order of the out stream; the next user waits for it
-        state.fill_list[ledger.num_fills] = f
-        ledger.num_fills += 1
-        ledger.out_opened = 1
-        frame.fence_out = ledger.last_out + 1
-        ledger.out_after_step = max(ledger.out_after_step, frame.last_use)
-        ledger.out_after_in = max(ledger.out_after_in, frame.fence_in)
+        list_fill(state, f)
     return f
 
 
@@ -279,13 +286,6 @@ def save_to_host(state: State, b: int) -> None:
 
 
 @compiled
-def has_children(state: State, b: int) -> bool:
-    """True when a published block has a cached child. O(1)."""
-    n = state.blocks[b].node
-    return bool(n != 0 and state.nodes[n].num_children > 0)
-
-
-@compiled
 def evict_device(state: State) -> int:
     """Part the oldest evictable block from its device frame and return the frame. O(1).
 
@@ -337,10 +337,12 @@ def take_device_frame(state: State) -> int:
 
 
 @compiled
-def give_device_frame(state: State, b: int, f: int) -> None:
-    """Let a taken device frame hold block `b`. O(1)."""
+def give_device_frame(state: State, b: int, f: int, namespace: int) -> None:
+    """Let a taken device frame hold block `b`, of a namespace. O(1)."""
+    frame = state.frames[device_at(state, f)]
     state.blocks[b].device_frame = f
-    state.frames[device_at(state, f)].block = b
+    frame.block = b
+    frame.namespace = namespace
 
 
 @compiled
@@ -383,14 +385,14 @@ def leave_residency(state: State, b: int, epoch: int) -> None:
 
 
 @compiled
-def arrive(state: State, start: int, num_blocks: int) -> int:
+def arrive(state: State, start: int, num_blocks: int, namespace: int) -> int:
     """Give each block of a RESIDENT table a device frame and fill its frame table; return the in
     transfer that completes them, 0 none. Room was counted before. O(blocks)."""
     fence = np.int64(0)
     for i in range(start, start + num_blocks):
         b = int(state.table[i])
         if state.blocks[b].device_frame == 0:
-            give_device_frame(state, b, take_device_frame(state))
+            give_device_frame(state, b, take_device_frame(state), namespace)
             plan_copy_in(state, b)
         f = state.blocks[b].device_frame
         state.frame_table[i] = f

@@ -87,7 +87,8 @@ LEDGER = np.dtype(
         ("num_groups", "i4"),
         ("block_size", "i4"),  # tokens
         ("tier_policy", "i4"),  # see TIER_POLICIES
-        ("record_fills", "i4"),  # 1: vacated device frames are listed for poison (debug)
+        ("record_fills", "i4"),  # 1: vacated device frames are listed to be filled: poison, zeros
+        ("clears", "i4"),  # 1: those too that a block takes from another namespace (R12)
         ("block_free", "i4"),  # head of the free block ids, linked through BLOCK.node
         ("num_blocks_used", "i4"),
         ("node_free", "i4"),  # head of the free nodes, linked through NODE.parent
@@ -157,6 +158,7 @@ FRAME = np.dtype(
         ("fence_out", "i8"),  # last out transfer reading (device) or writing (host) it (R3)
         ("fence_in", "i8"),  # last in transfer writing (device) or reading (host) it
         ("num_tokens", "i4"),  # host: tokens the copy holds; clean = the block's number
+        ("namespace", "i4"),  # device: whose bytes it holds, 0 nobody's, -1 a forgotten one's (R12)
     ]
 )
 
@@ -335,6 +337,7 @@ def make_state(
     tier_policy: str,
     watermarks: tuple[int, int],
     record_fills: bool,
+    clears: bool,
     hash_seed: int,
 ) -> State:
     """Build the empty ledger: every frame, block id and node is free. `hash_seed` is a secret that
@@ -347,6 +350,7 @@ def make_state(
     ledger["tier_policy"] = TIER_POLICIES[tier_policy]
     ledger["clean_low"], ledger["clean_high"] = watermarks
     ledger["record_fills"] = record_fills
+    ledger["clears"] = clears and not record_fills
     pools = records(NUM_TIERS, POOL)
     frames = records(sum(count + 1 for count in counts), FRAME)
     first = 0
@@ -368,7 +372,7 @@ def make_state(
     sequences = records(65, SEQUENCE)
     sequences["next_free"][1:-1] = np.arange(2, 65)
     ledger["sequence_free"] = 1
-    fills = 4 * device_blocks + 4 if record_fills else 1
+    fills = 4 * device_blocks + 4 if record_fills or clears else 1
     return State(
         ledger=ledger,
         pools=pools,

@@ -182,3 +182,10 @@ def remove_node(state: State, n: int) -> None:
     state.nodes[n].parent = ledger.node_free
     ledger.node_free = n
     ledger.num_nodes -= 1
+
+
+@compiled
+def has_children(state: State, b: int) -> bool:
+    """True when a published block has a cached child. O(1)."""
+    n = state.blocks[b].node
+    return bool(n != 0 and state.nodes[n].num_children > 0)

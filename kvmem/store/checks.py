@@ -21,26 +21,38 @@ from kvmem.store.layout import Layout
 UNKNOWN = -2
 
 
-class Poison:
-    """NaN in all frames at the start and in each device frame that is vacated."""
+class Filler:
+    """Fills device frames that hold nothing any more, or not yet, with one pattern: zeros (R12)."""
 
-    def __init__(self, layout: Layout, device: Arena, host: Arena | None) -> None:
+    def __init__(self, device: Arena, pattern: np.generic) -> None:
         self._device = device
-        self._host = host
-        self._pattern: np.generic = nan_pattern(layout.dtype_name)
-        for arena in (device, host):
-            if arena is not None:  # all but the null frame; the last one, the guard, must stay so
-                self._bits(arena)[1:] = self._pattern
+        self._pattern = pattern
+
+    @classmethod
+    def of_zeros(cls, layout: Layout, device: Arena) -> Filler:
+        """What ``zero_on_free`` fills with."""
+        return cls(device, nan_pattern(layout.dtype_name).dtype.type(0))
 
     def _bits(self, arena: Arena) -> NDArray[Any]:
         """The arena as unsigned words of the size of an element: NaN has equal bits only there."""
         return arena.bytes.view(self._pattern.dtype)
 
     def fill(self, frames: FrameIds) -> None:
-        """Fill device frames with NaN: a reader of a vacated slot shows it at once."""
+        """Fill device frames: nobody reads there what was left."""
         from cuda_kernels import fill_frames
 
         fill_frames(self._bits(self._device), frames, self._pattern)
+
+
+class Poison(Filler):
+    """NaN in all frames at the start and in each device frame that is vacated."""
+
+    def __init__(self, layout: Layout, device: Arena, host: Arena | None) -> None:
+        super().__init__(device, nan_pattern(layout.dtype_name))
+        self._host = host
+        for arena in (device, host):
+            if arena is not None:  # all but the null frame; the last one, the guard, must stay so
+                self._bits(arena)[1:] = self._pattern
 
 
 class Checks(Poison):

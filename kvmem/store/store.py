@@ -26,7 +26,7 @@ from kvmem.errors import (
 from kvmem.fork import ForkGuard
 from kvmem.geometry import RESERVED_FRAMES, arena_frames
 from kvmem.store.arena import Arena
-from kvmem.store.checks import Checks, Poison
+from kvmem.store.checks import Checks, Filler, Poison
 from kvmem.store.compute import Compute
 from kvmem.store.device import Device, Moved, Stream, Ticket
 from kvmem.store.layout import Layout, StoreConfig
@@ -69,11 +69,13 @@ class Store:
         self._compute = Compute(self.layout, self._device_arena, check=config.debug)
         self._kernels: Compute | StagedCompute = self._compute
         self._checks: Checks | None = None
-        self._poison: Poison | None = None
+        filler: Filler | None = None
         if config.debug:
-            self._poison = self._checks = Checks(self.layout, self._device_arena, self._host_arena)
+            filler = self._checks = Checks(self.layout, self._device_arena, self._host_arena)
+        elif config.zero_on_free != "never":
+            filler = Filler.of_zeros(self.layout, self._device_arena)
         elif self.device.simulated:
-            self._poison = Poison(self.layout, self._device_arena, self._host_arena)
+            filler = Poison(self.layout, self._device_arena, self._host_arena)
         if self.device.simulated:
             late = config.sim is not None and config.sim.late_results
             self._kernels = StagedCompute(
@@ -84,7 +86,7 @@ class Store:
         self._steps = StepFences(self.device)
         self._moves = Transfers(
             self.device, self.layout, (self._device_arena, self._host_arena), self._steps,
-            checks=self._checks, poison=self._poison,
+            checks=self._checks, filler=filler,
         )  # fmt: skip
         self._transfers = {"out": self._moves.out, "in": self._moves.into}
         self._closed = False

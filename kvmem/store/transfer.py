@@ -16,7 +16,7 @@ import numpy as np
 from kvmem.errors import CorruptEntry
 from kvmem.plan import Plan
 from kvmem.store.arena import Arena
-from kvmem.store.checks import Checks, Poison
+from kvmem.store.checks import Checks, Filler
 from kvmem.store.device import Device, Fence, FrameIds, Moved, Stream, Ticket
 from kvmem.store.layout import Layout
 from kvmem.store.order import Ids, StepFences, TransferQueue, check_frames, check_order, own_copy
@@ -37,7 +37,7 @@ class Parts(NamedTuple):
 
     out: Ids
     into: Ids
-    poison: FrameIds
+    fills: FrameIds
 
 
 class Transfers:
@@ -51,11 +51,11 @@ class Transfers:
         steps: StepFences,
         *,
         checks: Checks | None,
-        poison: Poison | None,
+        filler: Filler | None,
     ) -> None:
         self._device, self._layout = device, layout
         self._device_arena, self._host_arena = arenas
-        self._steps, self._checks, self._poison = steps, checks, poison
+        self._steps, self._checks, self._filler = steps, checks, filler
         self.out = TransferQueue(device, Stream.OUT)
         self.into = TransferQueue(device, Stream.IN)
         self.observers: tuple[TransferObserver, ...] = ()  # who hears of transfers; mostly nobody
@@ -67,11 +67,11 @@ class Transfers:
         """Own copies of a plan's arrays. ``ValueError`` or ``CorruptEntry`` for what can't be."""
         out = Ids.checked("out", plan.out_device, plan.out_host, plan.out_tokens, num_blocks)
         into = Ids.checked("in", plan.in_device, plan.in_host, plan.in_tokens, num_blocks)
-        poison = own_copy(plan.fill_frames)
-        check_frames("fill_frames", poison, num_blocks[DEVICE])
+        fills = own_copy(plan.fill_frames)
+        check_frames("fill_frames", fills, num_blocks[DEVICE])
         self._check_generations(plan, into)
         self.check_order(plan)
-        return Parts(out, into, poison)
+        return Parts(out, into, fills)
 
     def check_order(self, plan: Plan) -> None:
         """``ValueError`` unless the plan comes next and waits for nothing that comes after it."""
@@ -82,12 +82,12 @@ class Transfers:
         if plan.out_id:
             if len(plan.out_generation):
                 self._written[parts.out.host] = plan.out_generation
-            self.submit_out(plan, parts.out, parts.poison)
+            self.submit_out(plan, parts.out, parts.fills)
         if plan.in_id:
             self.submit_in(plan, parts.into)
 
-    def submit_out(self, plan: Plan, out: Ids, poison: FrameIds) -> None:
-        """The copies out, then the poison of vacated frames, behind those who used them last."""
+    def submit_out(self, plan: Plan, out: Ids, fills: FrameIds) -> None:
+        """The copies out, then the fills of vacated frames, behind those who used them last."""
         device, source, target = self._device, self._device_arena, self._host_arena
         self.after(Stream.OUT, *self._steps.after(plan.out_after_step))
         self.after(Stream.OUT, self.into.fence(plan.out_after_in))
@@ -101,9 +101,9 @@ class Transfers:
             )
             if self._checks is not None:
                 device.launch(Stream.OUT, partial(self._checks.forget, out.host, ticket))
-        if len(poison) and self._poison is not None:
-            fill = partial(self._poison.fill, poison)
-            device.launch(Stream.OUT, fill, writes=((source, poison),))
+        if len(fills) and self._filler is not None:
+            fill = partial(self._filler.fill, fills)
+            device.launch(Stream.OUT, fill, writes=((source, fills),))
         self.out.record(plan.out_id)
 
     def submit_in(self, plan: Plan, into: Ids) -> None:

@@ -47,6 +47,7 @@ class Setup:
     block_size: int = 2
     tier_policy: str | None = None
     watermarks: tuple[float, float] | None = None
+    zero_on_free: str = "never"
     debug: bool = False
     num_ops: int = 160
     hold_out: bool = False  # what bounces comes back while its copies out are held
@@ -67,6 +68,7 @@ class Setup:
             host_blocks=self.host_blocks,
             tier_policy=self.tier_policy,
             watermarks=self.watermarks,
+            zero_on_free=self.zero_on_free,
             debug=self.debug,
         )
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 import kvmem
+from kvmem.config import ZERO_ON_FREE
 from kvmem.ledger.jit import JIT_DISABLED
 from kvmem.ledger.state import DEVICE, HOST
 from kvmem.sim_options import MODES, SITES, SimOptions
@@ -70,6 +71,7 @@ def drawn_setup(seed: int, num_ops: int, *, faults: bool = True) -> Setup:
         device_blocks=rng.choice((5, 6, 7, 10, 12)),
         host_blocks=(host_blocks := rng.choice((0, 4, 7, 7, 12, 16))),
         **drawn_policy(seed, host_blocks),
+        zero_on_free=random.Random(f"{seed}:zero").choice(("never", "never", *ZERO_ON_FREE)),
         block_size=rng.choice((1, 2, 2, 4)),
         debug=rng.random() < 0.25,
         num_ops=num_ops,

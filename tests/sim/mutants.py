@@ -223,7 +223,7 @@ def poison_before_the_copies(original: Function, hit: Hit) -> Function:
     def submit_out(self: Any, plan: Any, out: Any, poison: Any) -> None:
         if len(poison) and set(poison.tolist()) & set(out.device.tolist()):
             hit()
-        arena, fill = self._device_arena, partial(self._poison.fill, poison)
+        arena, fill = self._device_arena, partial(self._filler.fill, poison)
         self.after(Stream.OUT, *self._steps.after(plan.out_after_step))
         self.after(Stream.OUT, self.into.fence(plan.out_after_in))
         if len(poison):
@@ -240,7 +240,7 @@ def poison_at_once(original: Function, hit: Hit) -> Function:
     def submit_out(self: Any, plan: Any, out: Any, poison: Any) -> None:
         if len(poison):
             hit()
-            self._poison.fill(poison)
+            self._filler.fill(poison)
         original(self, plan, out, poison[:0])
 
     return submit_out
@@ -252,7 +252,7 @@ def poison_on_the_in_stream(original: Function, hit: Hit) -> Function:
         original(self, plan, out, poison[:0])
         if len(poison):
             hit()
-            arena, fill = self._device_arena, partial(self._poison.fill, poison)
+            arena, fill = self._device_arena, partial(self._filler.fill, poison)
             self._device.launch(Stream.IN, fill, writes=((arena, poison),))
 
     return submit_out

@@ -181,6 +181,29 @@ def test_what_was_copied_or_computed_from_it_goes_too(made: tuple[Driver, Refuse
     d.check_content()
 
 
+def test_a_copy_on_write_of_what_is_lost_is_lost(made: tuple[Driver, Refuser]) -> None:
+    """Only the block of the last two tokens is on its way; its one owner goes before it fails."""
+    d, refuser = made
+    seq = d.create(PROMPT[:6])
+    d.step([seq])
+    d.manager.swap_out([seq]).wait(30)
+    d.manager.evict(1)
+    d.wait()
+    d.hold("in")
+    refuser.fail(Stream.IN)
+    assert d.manager.swap_in([seq]).num_blocks == 1
+    child = d.fork(seq)[0]
+    d.manager.append([child], [60])
+    step = d.manager.step([child])
+    d.free(seq)
+    d.release()
+    with pytest.raises(kvmem.TransferError) as caught, step:
+        d.run_or_lose(step)
+    assert caught.value.lost == ((child.id, 4),)
+    d.step([child])
+    d.check_content()
+
+
 def test_a_sample_drawn_over_lost_kv_is_refused(seed: int) -> None:
     """The copy fails after the step has ended: ``append`` tells, before the token counts."""
     sim = SimOptions(mode="late", seed=seed, poison=False)

@@ -27,6 +27,7 @@ class FakeConfig:
     sim: SimOptions | None = None
     sync: bool = False
     debug: bool = True
+    zero_on_free: str = "never"
 
 
 def ids(*values: int) -> NDArray[np.int32]:

@@ -146,7 +146,9 @@ class _Rehearsal:
         manager.evict(2, tier="host")
         manager.reset()
         manager.poll()
-        manager._runtime.ledger.clean(1)  # copies nothing under this policy, but is compiled
+        ledger = manager._runtime.ledger
+        ledger.clean(1)  # copies nothing under this policy, but is compiled
+        ledger.rehearse_failure()
 
     def _compute(self, step: Step, *, strided: bool = False, attend: bool = True) -> None:
         """Write and attend in each layer, with contiguous tensors or with transposed ones."""

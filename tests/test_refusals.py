@@ -17,6 +17,8 @@ from tests.driver import Driver, assert_same, state_of, tokens_of
 
 def refused(d: Driver, seqs: list[kvmem.Sequence], **options: Any) -> kvmem.OutOfBlocks:
     """The error of a step that finds no room; nothing is changed by it."""
+    d.store.wait("out", d.store._transfers["out"].last, 30)  # poison is still being written
+    d.manager.poll()
     before = state_of(d.manager)
     with pytest.raises(kvmem.OutOfBlocks) as caught:
         d.manager.step(seqs, **options)

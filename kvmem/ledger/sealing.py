@@ -9,7 +9,7 @@ from kvmem.plan import Plan
 from . import ops_steps
 from .flights import Flights
 from .growth import GrowingState
-from .losses import Loss, let_go
+from .losses import Loss, let_go, rehearse
 from .sealed import plan_of
 from .state import State
 from .step_arrays import REPORT_LENGTH, WANTS_CLEANING
@@ -56,6 +56,10 @@ class SealingState(GrowingState):
             self._retired = (out_id, in_id)
             self.state.ledger["retired_out"][0] = out_id
             self.state.ledger["retired_in"][0] = in_id
+
+    def rehearse_failure(self) -> None:
+        """Compile what a failed copy would run, on a failure that concerns nobody."""
+        rehearse(self.state, self.addresses)
 
     def fail(self, tier: int, transfer_id: int) -> tuple[list[Loss], Plan]:
         """Let go of what a failed transfer to a tier took: the sequences that lost K/V, cut to what

@@ -21,7 +21,17 @@ from functools import partial
 from kvmem.errors import CorruptEntry, DeviceUnavailable, ManagerClosed
 from kvmem.fork import ForkGuard
 from kvmem.store.arena import Arena
-from kvmem.store.device import Access, Device, Fence, FrameIds, Memory, Moved, Stream, Ticket
+from kvmem.store.device import (
+    Access,
+    Device,
+    Fence,
+    FrameIds,
+    Memory,
+    Moved,
+    Stream,
+    Ticket,
+    is_survivable,
+)
 
 #: Seconds that ``close`` and interpreter exit give the workers; daemon threads are left after it.
 JOIN_SECONDS = 3.0
@@ -326,7 +336,7 @@ def _run(state: _State, stream: Stream, work: _Work) -> None:
     try:
         work.run()
     except BaseException as error:
-        if work.ticket is not None and isinstance(error, Exception) and not state.stopping:
+        if work.ticket is not None and isinstance(error, Exception) and is_survivable(error):
             state.tell(work.ticket, error)
             return
         with state.changed:

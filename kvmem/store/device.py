@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmem.errors import KVMemError
 from kvmem.store.arena import Arena
 
 FrameIds = NDArray[np.int32]
@@ -59,6 +60,13 @@ class Fence(ABC):  # noqa: B024 - a name for what each device makes in its own w
 
     def __init__(self, label: str) -> None:
         self.label = label
+
+
+def is_survivable(error: BaseException) -> bool:
+    """Whether an error of a copy leaves the device usable: what the system refuses. A ValueError,
+    say, is a mistake of kvmem's own, which recovering would hide."""
+    refused = isinstance(error, OSError | MemoryError | RuntimeError)
+    return refused and not isinstance(error, KVMemError)
 
 
 @dataclass(slots=True, eq=False)
@@ -136,8 +144,9 @@ class Device(ABC):
         """Copy whole frames, ``source[source_ids[i]] -> target[target_ids[i]]``, on ``stream``.
 
         The id arrays belong to the device from here on: the caller must not write them again.
-        A copy that fails leaves garbage in its targets. With a ``ticket`` it is told there and in
-        ``failed``, and the stream goes on; without one it fails the device. ``moved`` is what it
+        A copy that fails leaves garbage in its targets. With a ``ticket``, and an error that the
+        device survives (`is_survivable`), it is told there and in ``failed``, and the stream goes
+        on; else it fails the device. ``moved`` is what it
         counts as, if that is not its frames.
         """
 

@@ -147,8 +147,8 @@ def commit_an_aborted_step(original: Function, hit: Callable[[], None]) -> Funct
 
 @fault("arrive", 0, 4)
 def forget_to_wait_for_arrivals(original: Function, hit: Callable[[], None]) -> Function:
-    def arrive(state: Any, start: int, num_blocks: int) -> int:
-        if original(state, start, num_blocks) > state.ledger[0].retired_in:
+    def arrive(state: Any, start: int, num_blocks: int, namespace: int) -> int:
+        if original(state, start, num_blocks, namespace) > state.ledger[0].retired_in:
             hit()
         return 0
 
@@ -196,16 +196,19 @@ def copy_out_before_the_copy_in(original: Function, hit: Callable[[], None]) -> 
 
 @fault("Swapper._act", 0, 1)
 def plan_copies_and_submit_none(original: Function, hit: Callable[[], None]) -> Function:
-    def _act(self: Any, kind: str, act: Function, records: Any, seqs: Any) -> Any:
+    def _act(
+        self: Any, kind: str, act: Function, records: Any, seqs: Any, by_layer: int = 0
+    ) -> Any:
         def cut(ids: Any) -> Any:
             plan = act(ids)
             if len(plan.out_device):
                 hit()
                 plan.out_device = plan.out_device[:0]
                 plan.out_host, plan.out_tokens = plan.out_host[:0], plan.out_tokens[:0]
+                plan.out_generation = plan.out_generation[:0]
             return plan
 
-        return original(self, kind, cut, records, seqs)
+        return original(self, kind, cut, records, seqs, by_layer)
 
     return _act
 

@@ -17,7 +17,11 @@ from tests.sim.mutants import Function, Hit, mutant
 from tests.sim.mutants_ledger import device_frame
 
 
-@mutant((None, "can_merge"), faults=True)
+@mutant(
+    (None, "can_merge"),
+    survives="rare in the programme: tests/sim/test_recovery.py has a script that finds it",
+    faults=True,
+)
 def merged_before_it_has_arrived(original: Function, hit: Hit) -> Function:
     """What was computed over a copy that fails hangs on a sound block (R5)."""
 
@@ -48,7 +52,11 @@ def a_published_block_forgets_its_writer(original: Function, hit: Hit) -> Functi
     return publish
 
 
-@mutant((Flights, "add"), faults=True)
+@mutant(
+    (Flights, "add"),
+    survives="rare in the programme: tests/sim/test_recovery.py has a script that finds it",
+    faults=True,
+)
 def copies_on_write_are_not_followed(original: Function, hit: Hit) -> Function:
     def add(self: Any, state: Any, plan: Any, epoch: int) -> None:
         kept = plan.copy_source

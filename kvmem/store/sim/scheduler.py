@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvmem.sim_options import SimOptions
-from kvmem.store.device import FrameIds, Moved, Stream, Ticket
+from kvmem.store.device import FrameIds, Moved, Stream, Ticket, is_survivable
 from kvmem.store.sim.clocks import Clocks
 from kvmem.store.sim.faults import Faults
 from kvmem.store.sim.log import Log
@@ -203,7 +203,7 @@ class Scheduler:
         try:
             self._pass_or_fail(op, op.copy)
         except Exception as error:
-            if op.ticket is None:
+            if op.ticket is None or not is_survivable(error):
                 raise
             self._log.add(f"failed copy {op.stream.name} {op.ticket.transfer_id}")
             op.moved = None

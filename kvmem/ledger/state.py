@@ -157,7 +157,7 @@ FRAME = np.dtype(
         ("last_use", "i8"),  # device: last step of a sequence that could touch it (R6)
         ("fence_out", "i8"),  # last out transfer reading (device) or writing (host) it (R3)
         ("fence_in", "i8"),  # last in transfer writing (device) or reading (host) it
-        ("num_tokens", "i4"),  # host: tokens the copy holds; clean = the block's number
+        ("num_tokens", "i2"),  # host: tokens the copy holds; clean = the block's number
         ("namespace", "i4"),  # device: whose bytes it holds, 0 nobody's, -1 a forgotten one's (R12)
     ]
 )

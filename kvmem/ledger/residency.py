@@ -26,6 +26,7 @@ from .state import (
     HOST,
     IN_DEVICE_LRU,
     IN_HOST_LRU,
+    MAX_NAMESPACE,
     MAX_ROUNDS,
     QUEUED,
     SWEPT,
@@ -101,13 +102,12 @@ def list_fill(state: State, f: int) -> None:
 def vacate_device(state: State, b: int) -> int:
     """Part a block from its device frame and return the frame, which now holds nothing. O(1)."""
     leave_list(state, b, IN_DEVICE_LRU)
-    ledger = state.ledger[0]
     f = int(state.blocks[b].device_frame)
     state.blocks[b].device_frame = 0
     frame = state.frames[device_at(state, f)]
     frame.block = 0
     frame.generation += 1
-    if ledger.record_fills:
+    if state.ledger[0].record_fills:
         list_fill(state, f)
     return f
 
@@ -342,7 +342,7 @@ def give_device_frame(state: State, b: int, f: int, namespace: int) -> None:
     frame = state.frames[device_at(state, f)]
     state.blocks[b].device_frame = f
     frame.block = b
-    frame.namespace = namespace
+    frame.namespace = namespace if namespace <= MAX_NAMESPACE else -1
 
 
 @compiled

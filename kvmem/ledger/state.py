@@ -21,6 +21,7 @@ Rows: TypeAlias = Any  # ROW [rows of a step]
 DEVICE = 0
 HOST = 1
 NUM_TIERS = 2
+MAX_NAMESPACE = 32767  # that a frame can tell; larger ones it can't say
 GROUP = 0  # this version has one layer group; the records carry the axis
 
 # Sequence states (design section 2). 0 is a record without a sequence.
@@ -158,7 +159,7 @@ FRAME = np.dtype(
         ("fence_out", "i8"),  # last out transfer reading (device) or writing (host) it (R3)
         ("fence_in", "i8"),  # last in transfer writing (device) or reading (host) it
         ("num_tokens", "i2"),  # host: tokens the copy holds; clean = the block's number
-        ("namespace", "i4"),  # device: whose bytes it holds, 0 nobody's, -1 a forgotten one's (R12)
+        ("namespace", "i2"),  # device: whose bytes it holds, 0 nobody's, -1 it can't say (R12)
     ]
 )
 
@@ -256,8 +257,7 @@ class State(NamedTuple):
     tokens: NDArray[np.int32]  # token ids, a span or two per sequence
     table: NDArray[np.int32]  # block ids, a span per sequence and group
     frame_table: NDArray[np.int32]  # the same spans: device frames while RESIDENT, else stale
-    out_list: NDArray[np.int32]  # [rows, 4]: device frame, host frame, tokens, generation of the
-    # host frame
+    out_list: NDArray[np.int32]  # [rows, 4]: device frame, host frame, tokens, host generation
     in_list: NDArray[np.int32]  # [rows, 4]: host frame, device frame, tokens, generation likewise
     copy_list: NDArray[np.int32]  # [rows, 3]: source, target, tokens
     fill_list: NDArray[np.int32]  # device frames vacated (debug)

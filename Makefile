@@ -60,9 +60,11 @@ test-coverage: setup
 	NUMBA_DISABLE_JIT=1 $(BIN)/python -m coverage run -m pytest -q --timeout 600 tests/ledger
 	$(BIN)/python -m coverage report --fail-under=90
 
-# A million operations with faults on the simulated device, from a new seed each time.
+# A million operations with faults on the simulated device, from a new seed each time (FIRST=-1).
+FIRST ?= -1
+SEEDS ?= 2500
 sim: setup  ## random operations on the simulated device: races, failed copies, liveness
-	$(BIN)/python -m tests.sim.programme --first -1 --seeds 2500 --ops 400 --jobs 2 --require
+	$(BIN)/python -m tests.sim.programme --first $(FIRST) --seeds $(SEEDS) --ops 400 --jobs 2 --require
 
 # Ten million, and the search for seeds that find each planted mistake; SCALE=100 for a release.
 SCALE ?= 10

@@ -9,7 +9,7 @@ import numpy as np
 from . import ops_lost
 from .address import Addresses
 from .flights import Failure
-from .state import WAITING, State
+from .state import WRITE_THROUGH, State
 
 
 class Loss(NamedTuple):
@@ -24,11 +24,17 @@ def let_go(state: State, addresses: Addresses, failure: Failure) -> tuple[list[L
     """Cut the sequences that a failure concerns; who they are, and the open steps that have some of
     them (these lose theirs when the step ends). O(table entries + nodes) where K/V is lost."""
     sequences, losses, spoiled = state.sequences, [], set()
-    if len(failure.unsaved):
-        ops_lost.forget_copies(addresses, failure.unsaved)
-    if len(failure.lost):
+    unsaved, lost = failure.unsaved, failure.lost
+    if len(unsaved) and state.ledger["tier_policy"][0] == WRITE_THROUGH:
+        # swept already: saved later, a cached block would be newer than its parent (R4)
+        idle = state.blocks["ref_count"][unsaved] == 0
+        lost = np.union1d(lost, unsaved[idle]).astype(np.int32)
+        unsaved = np.ascontiguousarray(unsaved[~idle])
+    if len(unsaved):
+        ops_lost.forget_copies(addresses, unsaved)
+    if len(lost):
         is_lost = np.zeros(len(state.blocks), np.int8)
-        is_lost[failure.lost] = 1
+        is_lost[lost] = 1
         found = np.zeros((len(sequences), 3), np.int64)
         fate = np.zeros(len(state.nodes), np.int8)
         count = ops_lost.lose(addresses, is_lost, fate, found)
@@ -37,10 +43,13 @@ def let_go(state: State, addresses: Addresses, failure: Failure) -> tuple[list[L
             losses.append(Loss(s, token, is_void))
             if step:
                 spoiled.add(step)
-    # one that has given up its blocks since is linked to them by its copies in alone
-    left = (sequences["state"] == WAITING) & (sequences["left_in"] >= failure.first_in)
-    void = left & (sequences["last_step"] > failure.epoch)
-    losses += [Loss(int(s), 0, is_void=True) for s in np.flatnonzero(void)]
+    # one that has given up blocks since is linked to them by its copies in alone
+    left = (sequences["state"] > 0) & (sequences["left_in"] >= failure.first_in)
+    void = left & (sequences["last_step"] > failure.epoch) & (sequences["step"] == 0)
+    told = {loss.record for loss in losses}
+    for s in np.flatnonzero(void).tolist():
+        if s not in told:
+            losses.append(Loss(s, int(sequences["num_stored"][s]), is_void=True))
     return losses, spoiled
 
 

@@ -110,6 +110,7 @@ def cut(state: State, s: int, num_tokens: int) -> None:
     sequence.num_drafts = max(0, sequence.num_drafts - dropped)
     sequence.num_computed = min(sequence.num_computed, num_tokens)
     if sequence.num_stored > num_tokens:
+        sequence.left_in = sequence.fence_in
         sequence.num_stored = num_tokens
         release_tail(state, s, num_blocks_for(state, num_tokens))
         sequence.num_published = min(sequence.num_published, num_tokens // block_size)

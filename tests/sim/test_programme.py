@@ -1,4 +1,4 @@
-"""The simulated programme for a minute; `make sim` runs CI's share, `make soak` ten times that.
+"""The simulated programme for some seconds of new seeds; `make sim` and `make soak` do more.
 
 Seeds rotate with the run's own (KVMEM_SEED); a breach names the command that replays it.
 """
@@ -13,7 +13,7 @@ from kvmem.sim_options import SITES
 from tests.sim.driver import drawn_setup, drive
 from tests.sim.programme import programme
 
-SECONDS = 60.0
+SECONDS = 25.0
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # a failed Manager drops its handles

@@ -44,7 +44,7 @@ class Runtime:
     def __init__(self, config: Config) -> None:
         self.config = config
         for warning in config.plan().warnings:
-            logging.getLogger("kvmem").warning(warning)
+            LOG.warning(warning)
         self.lock = threading.RLock()
         self.store = Store(config)
         self.ledger = Ledger(

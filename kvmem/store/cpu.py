@@ -73,7 +73,7 @@ class _State:
     error: BaseException | None = None
     stopping: bool = False
     num_waiting: int = 0  # threads in `synchronize`
-    tell: Callable[[Ticket, Exception], None] = field(default=lambda *_: None)
+    failed: list[Ticket] = field(default_factory=list)  # shared with the device
     hook: CopyHook | None = None
     fork: ForkGuard = field(default_factory=ForkGuard)
 
@@ -123,7 +123,7 @@ class CpuDevice(Device):
         self.sync = sync
         streams = () if sync else (Stream.OUT, Stream.IN)
         self._state = _State(
-            queues={stream: deque() for stream in streams}, hook=hook, tell=_teller(self)
+            queues={stream: deque() for stream in streams}, hook=hook, failed=self.failed
         )
         self._threads = tuple(
             threading.Thread(
@@ -200,7 +200,7 @@ class CpuDevice(Device):
         """Queue the copy; the worker releases the GIL while bytes move."""
         run = partial(_copy, self._state, stream, target, target_ids, source, source_ids)
         if moved is None:
-            moved = Moved(len(target_ids), len(target_ids) * target.frame_bytes)
+            moved = Moved.whole(target, target_ids)
         self._submit(stream, _Work(run=run, moved=moved, ticket=ticket))
 
     def launch(
@@ -286,18 +286,6 @@ class CpuDevice(Device):
             )
 
 
-def _teller(device: Device) -> Callable[[Ticket, Exception], None]:
-    """`Device.tell` without a hold on the device: workers may not keep it alive."""
-    weak = weakref.ref(device)
-
-    def tell(ticket: Ticket, error: Exception) -> None:
-        alive = weak()
-        if alive is not None:
-            alive.tell(ticket, error)
-
-    return tell
-
-
 def _own(fence: Fence) -> CpuFence:
     if not isinstance(fence, CpuFence):
         raise TypeError(f"fence {fence.label} is of another device; a CpuFence is needed")
@@ -337,7 +325,7 @@ def _run(state: _State, stream: Stream, work: _Work) -> None:
         work.run()
     except BaseException as error:
         if work.ticket is not None and isinstance(error, Exception) and is_survivable(error):
-            state.tell(work.ticket, error)
+            work.ticket.fail(error, state.failed)
             return
         with state.changed:
             state.fail(error)

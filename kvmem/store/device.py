@@ -78,6 +78,12 @@ class Ticket:
     transfer_id: int
     error: Exception | None = None
 
+    def fail(self, error: Exception, failed: list[Ticket]) -> None:
+        """Note why, and list the ticket; once for all copies of a transfer."""
+        if self.error is None:
+            self.error = error.with_traceback(None)  # it would keep its callers' frames alive
+            failed.append(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Moved:
@@ -85,6 +91,11 @@ class Moved:
 
     frames: int
     num_bytes: int
+
+    @classmethod
+    def whole(cls, target: Memory, target_ids: FrameIds) -> Moved:
+        """What a copy of whole frames counts as."""
+        return cls(len(target_ids), len(target_ids) * target.frame_bytes)
 
 
 class Device(ABC):
@@ -146,8 +157,7 @@ class Device(ABC):
         The id arrays belong to the device from here on: the caller must not write them again.
         A copy that fails leaves garbage in its targets. With a ``ticket``, and an error that the
         device survives (`is_survivable`), it is told there and in ``failed``, and the stream goes
-        on; else it fails the device. ``moved`` is what it
-        counts as, if that is not its frames.
+        on; else it fails the device. ``moved`` is what it counts as, if that is not its frames.
         """
 
     @abstractmethod
@@ -170,12 +180,6 @@ class Device(ABC):
 
     def read_back(self, arena: Named, frames: FrameIds) -> None:  # noqa: B027 - the same
         """The host is about to read frames. Raises ``RaceError`` on a device that can tell."""
-
-    def tell(self, ticket: Ticket, error: Exception) -> None:
-        """Note that a copy failed; once for all copies of a ticket."""
-        if ticket.error is None:
-            ticket.error = error.with_traceback(None)  # it would keep its callers' frames alive
-            self.failed.append(ticket)
 
     @abstractmethod
     def moved(self, stream: Stream) -> Moved:

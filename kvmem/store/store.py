@@ -33,14 +33,11 @@ from kvmem.store.layout import Layout, StoreConfig
 from kvmem.store.making import make_device
 from kvmem.store.order import StepFences, check_frames, own_copy
 from kvmem.store.staged import StagedCompute
-from kvmem.store.transfer import Slice, Transfers
+from kvmem.store.transfer import DEVICE, HOST, Slice, Transfers
 from kvmem.store.transfer_clock import TransferObserver
 
 if TYPE_CHECKING:
     from kvmem.plan import Plan
-
-#: Tier ids, as in the ledger's records.
-DEVICE, HOST = 0, 1
 
 Direction = Literal["out", "in"]
 

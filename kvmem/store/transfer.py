@@ -22,6 +22,7 @@ from kvmem.store.layout import Layout
 from kvmem.store.order import Ids, StepFences, TransferQueue, check_frames, check_order, own_copy
 from kvmem.store.transfer_clock import TransferObserver, copy_watched
 
+#: Tier ids, as in the ledger's records.
 DEVICE, HOST = 0, 1
 
 

@@ -245,10 +245,8 @@ class World:
         while waited != (issued := self.m._runtime.ledger.issued):
             waited = issued
             for direction, last in zip(("out", "in"), issued, strict=True):
-                last = min(
-                    last, self.store._transfers[direction].last
-                )  # its device may have failed
-                ended = self.store.wait(direction, last, 20.0)
+                given = self.store._transfers[direction].last  # fewer after a failure
+                ended = self.store.wait(direction, min(last, given), 20.0)
                 require(ended, f"{direction} {last} never ends (R9)")
             self.m.poll()
 

@@ -47,7 +47,7 @@ class SimDevice(Device):
         self.log = Log()
         self.faults = Faults(self.options, self.log)
         self.clocks = Clocks()
-        self.scheduler = Scheduler(self.options, self.clocks, self.faults, self.log, self.tell)
+        self.scheduler = Scheduler(self.options, self.clocks, self.faults, self.log, self.failed)
         self._changed = threading.Condition(threading.RLock())
         self._num_ops = 0
         self._stopping = False
@@ -140,7 +140,7 @@ class SimDevice(Device):
                     call_site(),
                     reads=((source, source_ids),),
                     writes=((target, target_ids),),
-                    moved=moved or Moved(len(target_ids), len(target_ids) * target.frame_bytes),
+                    moved=moved or Moved.whole(target, target_ids),
                     copy=Copy(target, target_ids, source, source_ids),
                     ticket=ticket,
                 )

@@ -45,13 +45,13 @@ class Scheduler:
         clocks: Clocks,
         faults: Faults,
         log: Log,
-        tell: Callable[[Ticket, Exception], None],
+        failed: list[Ticket],
     ) -> None:
         self._mode = options.mode
         self._engines = options.copy_engines
         self._not_yet = options.not_yet
         self._clocks, self._faults, self._log = clocks, faults, log
-        self._tell = tell
+        self._failed = failed
         self._random = random.Random(f"{options.seed}:schedule")
         victim = options.starve or self._random.choice(("compute", "out", "in"))
         self._starved = Stream[victim.upper()]
@@ -207,7 +207,7 @@ class Scheduler:
                 raise
             self._log.add(f"failed copy {op.stream.name} {op.ticket.transfer_id}")
             op.moved = None
-            self._tell(op.ticket, error)
+            op.ticket.fail(error, self._failed)
             return True
         target, target_ids, source, source_ids = op.copy
         width = target.frame_bytes

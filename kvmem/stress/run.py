@@ -121,17 +121,17 @@ class _Run:
         self._latest = None
         for worker in self._workers:
             worker.begin(manager)
-        threads: list[threading.Thread] = []
-        pollers: list[threading.Thread] = []
+        threads: list[_Thread] = []
+        pollers: list[_Thread] = []
         try:
             for worker in self._workers:
-                threads.append(_thread(f"stress-{worker.number}", self._work, worker))
+                threads.append(_Thread(f"stress-{worker.number}", self._work, worker))
             if self._options.device == "sim" and len(threads) > 1:
-                pollers.append(_thread("stress-poll", self._poll, manager))
+                pollers.append(_Thread("stress-poll", self._poll, manager))
             ended = self._watch(threads, lambda: sum(w.num_begun for w in self._workers))
             if ended and self._goes_on():
                 ending = Ending(manager, self._workers, self.report.leaks)
-                threads.append(_thread("stress-end", self._end, ending))
+                threads.append(_Thread("stress-end", self._end, ending))
                 ended = self._watch(threads[-1:], lambda: ending.num_begun)
         except BaseException:
             self._give_up(manager, threads + pollers)
@@ -226,11 +226,11 @@ class _Run:
 
     # --- watching -------------------------------------------------------------------------------
 
-    def _watch(self, threads: Sequence[threading.Thread], begun: Callable[[], int]) -> bool:
+    def _watch(self, threads: Sequence[_Thread], begun: Callable[[], int]) -> bool:
         """Wait for the threads; False when none of them got anywhere for ``hang_seconds``."""
         last, since = -1, time.monotonic()
-        while alive := [thread for thread in threads if thread.is_alive()]:
-            alive[0].join(_TICK)
+        while alive := [thread for thread in threads if not thread.done.is_set()]:
+            alive[0].done.wait(_TICK)
             now, count = time.monotonic(), begun()
             if count != last:
                 last, since = count, now
@@ -244,13 +244,13 @@ class _Run:
                 self._tell(now)
         return True
 
-    def _give_up(self, manager: Manager, threads: Sequence[threading.Thread]) -> None:
+    def _give_up(self, manager: Manager, threads: Sequence[_Thread]) -> None:
         """End what hangs or was interrupted, in bounded time: closing wakes who waits."""
         self._stop.set()
         self._over.set()
         _join(threads, _STOP_WITHIN)
         self._abandoned = True
-        _join([_thread("stress-close", manager.close)], _CLOSE_WITHIN)
+        _join([_Thread("stress-close", manager.close)], _CLOSE_WITHIN)
         _join(threads, _STOP_WITHIN)
 
     def _tell(self, now: float) -> None:
@@ -303,21 +303,36 @@ def _share(total: int, count: int, index: int) -> int:
     return total // count + (index < total % count)
 
 
-def _thread(name: str, target: Callable[..., None], *arguments: object) -> threading.Thread:
-    """Started. A daemon: one that hangs must not keep the process from its end."""
-    thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
-    thread.start()
-    return thread
+class _Thread(threading.Thread):
+    """Started; `done` is set at the end of what it does. A daemon: one that hangs must not keep the
+    process from its end.
+
+    Waited for by `done`, not by `join`: a `join` that Ctrl-C interrupts takes the thread for ended
+    (Python 3.11 and 3.12), and the process would end under it.
+    """
+
+    def __init__(self, name: str, act: Callable[..., None], *arguments: object) -> None:
+        super().__init__(name=name, daemon=True)
+        self._act, self._arguments = act, arguments
+        self.done = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._act(*self._arguments)
+        finally:
+            self.done.set()
 
 
-def _join(threads: Sequence[threading.Thread], seconds: float) -> None:
+def _join(threads: Sequence[_Thread], seconds: float) -> None:
     """Wait for all of them together for at most so long."""
     deadline = time.monotonic() + seconds
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.done.wait(max(0.0, deadline - time.monotonic())):
+            thread.join()
 
 
-def _hang(threads: Sequence[threading.Thread], seconds: float) -> Breach:
+def _hang(threads: Sequence[_Thread], seconds: float) -> Breach:
     """The breach of threads that got nowhere, with the stack of each."""
     frames = sys._current_frames()
     stacks = []

@@ -194,6 +194,11 @@ class Driver(Steps):
         clean = again.num_blocks == 0 or self.num_failed > 0  # a failed copy leaves it dirty
         require(clean, f"{again.num_blocks} clean blocks were copied out again")
 
+    def shares_a_block(self, seq: kvmem.Sequence) -> bool:
+        """Whether a block of its table is another sequence's too."""
+        table = self.m._runtime.ledger.table_of(seq._record)
+        return bool((self.state.blocks["ref_count"][table] > 1).any())
+
     def op_make_room(self) -> None:
         seqs = [k.seq for k in self.pick(4)]
         if not seqs:
@@ -206,11 +211,14 @@ class Driver(Steps):
         }
         busy = {s.id for o in self.opened for s in o.step.seqs}
         best = min(rank[s.id] for s in seqs)
+        writes_over = {s.id for s in seqs if self.shares_a_block(s)}
         victims = [v.id for v in self.m.make_room(seqs, how=self.rng.choice(("auto", "recompute")))]
         require(not busy & set(victims), "a victim is in an open step")
         kept = set()  # from their step by pins: the best of the list, who go first
         for seq in sorted(seqs, key=lambda s: rank[s.id]) if self.pins else ():
-            if seq.state == "RESIDENT" or self.m.can_fit(seqs=[seq]) == "yes":
+            fits = seq.state == "RESIDENT" or self.m.can_fit(seqs=[seq]) == "yes"
+            # one that was to copy on write needs a block less once it has given up the shared one
+            if fits and not (seq.id in victims and seq.id in writes_over):
                 break
             kept.add(seq.id)
         victims = [v for v in victims if v not in kept]

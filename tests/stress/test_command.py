@@ -10,12 +10,14 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
 import pytest
 
 import kvmem
+from kvmem.stress import StressOptions, run_stress
 from tests.cli.commands import ROOT, run
 from tests.stress.planting import FlippedBytes, around
 
@@ -137,3 +139,17 @@ def test_ctrl_c(words: tuple[str, ...]) -> None:
     assert re.search(
         r"operations \(\d+/s\)  \d+ swaps  \S+ GB/s out  \S+ GB/s in  \d+ faults", seen
     )
+
+
+def test_ctrl_c_while_it_waits() -> None:
+    """No thread is left behind: the interpreter would end under it, or abort."""
+    options = StressOptions(device="sim", seconds=60.0, seed=5, threads=4, switch_interval=1e-6)
+    main = threading.get_ident()
+    for delay in (0.25, 0.31, 0.37):
+        before = len(sys._current_frames())  # what is_alive() says is what went wrong
+        timer = threading.Timer(delay, signal.pthread_kill, (main, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            run_stress(options)
+        timer.join()
+        assert len(sys._current_frames()) == before

@@ -32,11 +32,13 @@ from .state import (
     DEVICE,
     DROP,
     EXCLUSIVE,
+    GROUP,
     HOST,
     IN_DEVICE_LRU,
     IN_HOST_LRU,
     MAX_NAMESPACE,
     MAX_ROUNDS,
+    OUT_OF_PLACE,
     QUEUED,
     SWEPT,
     UNSAVED,
@@ -101,6 +103,7 @@ def vacate_device(state: State, b: int) -> int:
     leave_list(state, b, IN_DEVICE_LRU)
     f = int(state.blocks[b].device_frame)
     state.blocks[b].device_frame = 0
+    state.blocks[b].bits &= ~OUT_OF_PLACE
     frame = state.frames[device_at(state, f)]
     frame.block = 0
     frame.generation += 1
@@ -245,23 +248,34 @@ def save_to_host(state: State, b: int) -> None:
 
 
 @compiled
+def displace_parents(state: State, b: int) -> None:
+    """Let no cached block above `b` keep its place in the host LRU when it is evicted: `b` has just
+    become the newest (R4). O(depth)."""
+    n = int(state.nodes[state.blocks[b].node].parent)
+    while n > 0:
+        state.blocks[state.node_blocks[n, GROUP]].bits |= OUT_OF_PLACE
+        n = int(state.nodes[n].parent)
+
+
+@compiled
 def evict_device(state: State) -> int:
     """Part the oldest evictable block from its device frame and return the frame. O(1).
 
     A clean block only loses the frame. A dirty one is cached content (a SWAPPED owner's is clean
     since `swap_out`): it is copied to the host tier, when a frame can be had there, under
-    every policy but "none", and under that when the host tier still caches its children (R4) or
-    its first copy out failed (UNSAVED); else it is dropped. Its device frame is departing and
-    handed on at once (design section 2).
+    every policy but "none", and under that when the host tier still caches its children (R4) or a
+    SWAPPED owner's first copy out failed (UNSAVED); else it is dropped. Its device frame is
+    departing and handed on at once (design section 2).
 
     What write-through cleaning has swept (cleaning.py) keeps its place in the host LRU. Where it is
     dirty, newer copies have taken that place; saved as the newest it would be newer than its parent
-    (R4), so it is dropped.
+    (R4), so it is dropped. Where it may not be dropped, those above it give up their places.
     """
     ledger = state.ledger[0]
     f = int(state.pools[DEVICE].oldest)
     b = int(state.frames[device_at(state, f)].block)
-    in_place = ledger.tier_policy == WRITE_THROUGH and state.blocks[b].bits & SWEPT != 0
+    swept = ledger.tier_policy == WRITE_THROUGH and state.blocks[b].bits & SWEPT != 0
+    in_place = swept and state.blocks[b].bits & OUT_OF_PLACE == 0
     ledger.evicted_device += 1
     if is_clean(state, b):
         ledger.evicted_clean += 1
@@ -271,9 +285,11 @@ def evict_device(state: State) -> int:
     elif (
         (ledger.tier_policy != DROP and not in_place)
         or has_children(state, b)
-        or state.blocks[b].bits & UNSAVED
+        or (state.blocks[b].bits & UNSAVED and state.blocks[b].ref_count)
     ):
         save_to_host(state, b)
+        if swept:
+            displace_parents(state, b)
     clean = is_clean(state, b)
     vacate_device(state, b)
     if clean:

@@ -50,6 +50,7 @@ BUSY = 8  # its host frame is the source of a copy of the plan being made; clear
 SWEPT = 16  # cleaning has passed it since it became evictable, see cleaning.py
 QUEUED = 32  # its id is in `to_clean`, perhaps since it was another block's
 UNSAVED = 64  # its copy out failed: a SWAPPED owner relies on its device frame
+OUT_OF_PLACE = 128  # a block below it was saved after it had been swept, see evict_device
 
 # Bits of SEQUENCE.at_end
 FREED = 1  # freed inside an open step: it goes

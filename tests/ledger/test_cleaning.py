@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvmem.ledger import Refusal
-from kvmem.ledger.state import DEVICE, HOST, QUEUED, RESIDENT, SWAPPED, SWEPT
+from kvmem.ledger.state import DEVICE, HOST, QUEUED, RESIDENT, SWAPPED, SWEPT, UNSAVED
 from kvmem.ledger.verify import LedgerCorrupt
 from tests.ledger.play import Play
 
@@ -46,6 +46,29 @@ def test_what_a_running_sequence_publishes_is_copied(play: Play) -> None:
     assert not play.ledger.wants_cleaning
     assert play.clean(8).out_id == 0
     assert (play.of("blocks_cleaned"), play.of("blocks_out")) == (2, 2)
+
+
+@pytest.mark.parametrize("with_child", [False, True])
+def test_a_block_whose_copy_failed_keeps_the_order_of_the_host(
+    make_play: Maker, with_child: bool
+) -> None:
+    """Its owner relied on it when the copy ahead failed, and went before it was evicted (R4)."""
+    play = make_play(6, 8, tier_policy="write_through")
+    s = play.made(12 if with_child else 8)
+    parent, child, *_ = play.table(s)
+    first = play.swap_out(s)
+    play.ledger.fail(HOST, first.out_id)
+    plans = [play.clean(1) for _ in play.table(s)]  # the deepest goes first
+    assert [len(plan.out_device) for plan in plans] == [1] * len(plans)
+    (lost,) = [p for p in plans if p.out_device[0] == play.b(child, "device_frame")]
+    play.ledger.fail(HOST, lost.out_id)
+    play.ledger.verify()
+    play.free(s)
+    assert play.b(child, "bits") & UNSAVED
+    play.evict(6)  # verify() says who is newer than its parent
+    assert play.b(parent, "host_frame")
+    assert bool(play.b(child, "host_frame")) == with_child, "without children it is dropped"
+    play.evict(8, HOST)
 
 
 def test_a_clean_sequence_swaps_out_its_partial_block_only(play: Play) -> None:

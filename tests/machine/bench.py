@@ -171,7 +171,8 @@ class Bench(RuleBasedStateMachine):
 
     def counts(self) -> Stats:
         """stats() without what the copy threads count."""
-        return replace(self.manager.stats(), bytes_out_done=0, bytes_in_done=0)
+        done = ("bytes_out_done", "bytes_in_done", "runs_out_done", "runs_in_done")
+        return replace(self.manager.stats(), **dict.fromkeys(done, 0))
 
     def reach(self, what: str) -> None:
         self.reached[what] += 1

@@ -67,13 +67,7 @@ def _plant(name: str, target: str, patch: Patch, survives: str = "") -> None:
 
 
 _plant("copy_out_notes_no_step", "plan_copy_out", undone(the_ledger, "out_after_step"))
-_plant(
-    "copy_out_ignores_arrival",
-    "plan_copy_out",
-    hidden(device_frame, "fence_in"),
-    "masked twice: what came in is dirty again only when a step wrote it, which waited for the "
-    "arrival, or when its host frame was given up, and the next taker waits for who reads that one",
-)
+_plant("copy_out_ignores_arrival", "plan_copy_out", hidden(device_frame, "fence_in"))
 _plant("copy_out_ignores_host_reader", "plan_copy_out", hidden(host_frame, "fence_in"))
 _plant("copy_out_leaves_no_source_fence", "plan_copy_out", undone(device_frame, "fence_out"))
 _plant("copy_out_leaves_no_target_fence", "plan_copy_out", undone(host_frame, "fence_out"))
@@ -217,11 +211,7 @@ def the_source_of_a_copy_is_let_go(original: Function, hit: Hit) -> Function:
     return copy_on_write
 
 
-@mutant(
-    (None, "restore_copy"),
-    survives="not masked but rare: the frame that an aborted copy on write gives back has to be "
-    "taken by a copy in before the step's kernels have run; once in 250 seeds of an earlier run",
-)
+@mutant((None, "restore_copy"))
 def an_aborted_copy_goes_unnoted(original: Function, hit: Hit) -> Function:
     """The frame of an aborted copy on write is given on as if nothing had touched it."""
 

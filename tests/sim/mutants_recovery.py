@@ -52,11 +52,7 @@ def a_published_block_forgets_its_writer(original: Function, hit: Hit) -> Functi
     return publish
 
 
-@mutant(
-    (Flights, "add"),
-    survives="rare in the programme: tests/sim/test_recovery.py has a script that finds it",
-    faults=True,
-)
+@mutant((Flights, "add"), faults=True)
 def copies_on_write_are_not_followed(original: Function, hit: Hit) -> Function:
     def add(self: Any, state: Any, plan: Any, epoch: int) -> None:
         kept = plan.copy_source

@@ -14,7 +14,8 @@ class KernelSource:
 
     ``maker`` is a function of ``module`` that takes the ``constants`` and returns the kernel; its
     parameters have the Numba types ``parameters`` ("int64", "float32"). ``threads`` is the size of
-    a block. Nothing is imported before the kernel has to be compiled.
+    a block; ``blocks`` (0: the assembler's choice) is how many blocks a processor shall hold at
+    once, which bounds the registers. Nothing is imported before the kernel has to be compiled.
     """
 
     module: str
@@ -22,6 +23,7 @@ class KernelSource:
     parameters: tuple[str, ...]
     threads: int
     constants: tuple[tuple[str, int | str], ...] = ()
+    blocks: int = 0
 
     @property
     def name(self) -> str:

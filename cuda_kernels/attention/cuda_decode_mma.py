@@ -67,26 +67,11 @@ STEP = WARPS * TILE
 
 
 @cuda.jit(device=True, inline="always")
-def multiply(kind: int, a: Any, b: Any, c: Any, at: int) -> None:
+def multiply(mma: Any, a: Any, b: Any, c: Any, at: int) -> None:
     """c[at .. at + 3] += A B for fragments of two-byte elements."""
-    if kind == BFLOAT16:
-        found = mma_bfloat16(
-            a[0], a[1], a[2], a[3], b[0], b[1], c[at], c[at + 1], c[at + 2], c[at + 3]
-        )
-    else:
-        found = mma_float16(
-            a[0], a[1], a[2], a[3], b[0], b[1], c[at], c[at + 1], c[at + 2], c[at + 3]
-        )
+    found = mma(a[0], a[1], a[2], a[3], b[0], b[1], c[at], c[at + 1], c[at + 2], c[at + 3])
     for i in range(4):
         c[at + i] = found[i]
-
-
-@cuda.jit(device=True, inline="always")
-def pack(kind: int, low: Any, high: Any) -> Any:
-    """Two weights rounded to the storage dtype, in one word."""
-    if kind == BFLOAT16:
-        return narrow_bfloat16(low, high)
-    return narrow_float16(low, high)
 
 
 @cuda.jit(device=True, inline="always")
@@ -107,7 +92,7 @@ def load_queries(
 
 @cuda.jit(device=True, inline="always")
 def add_scores(
-    kind: int, scores: Any, queries: Any, tiles: int, chunks: int, address: int, stride: int
+    mma: Any, scores: Any, queries: Any, tiles: int, chunks: int, address: int, stride: int
 ) -> None:
     """S^T = K q^T of a tile: each 16-byte load of a row of K is the words of two products."""
     for i in range(4 * tiles):
@@ -118,7 +103,7 @@ def add_scores(
             a = (near[2 * half], far[2 * half], near[2 * half + 1], far[2 * half + 1])
             for n in range(tiles):
                 at = (n * chunks + j) * 4 + 2 * half
-                multiply(kind, a, (queries[at], queries[at + 1]), scores, n * 4)
+                multiply(mma, a, (queries[at], queries[at + 1]), scores, n * 4)
 
 
 @cuda.jit(device=True, inline="always")
@@ -167,7 +152,7 @@ def weigh(scores: Any, n: int, e: int, top: Any, total: Any) -> Any:
 
 
 @cuda.jit(device=True, inline="always")
-def add_values(kind: int, sums: Any, at: int, values: Any, chunks: int, b: Any) -> None:
+def add_values(mma: Any, sums: Any, at: int, values: Any, chunks: int, b: Any) -> None:
     """O^T += V^T P^T: two dims of a word are rows `row` and `row + 8` of a product."""
     for c in range(chunks):
         for i in range(4):
@@ -179,7 +164,7 @@ def add_values(kind: int, sums: Any, at: int, values: Any, chunks: int, b: Any) 
                 lower_halves(third, fourth),
                 upper_halves(third, fourth),
             )
-            multiply(kind, a, b, sums, at + (c * 4 + i) * 4)
+            multiply(mma, a, b, sums, at + (c * 4 + i) * 4)
 
 
 @cuda.jit(device=True, inline="always")
@@ -244,6 +229,8 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
     1 << split_bits positions (>= 64). With `partial` results go there for `merge`, by
     [token][head][splits]: sums [dims], and behind all of them (maximum, weight).
     """
+    mma = mma_bfloat16 if kind == BFLOAT16 else mma_float16
+    pack = narrow_bfloat16 if kind == BFLOAT16 else narrow_float16
     heads = tiles * COLUMNS
     key_chunks, chunks = dims // 32, (dims + 63) // 64
     query_room, value_room = tiles * key_chunks * 4, chunks * 16
@@ -330,7 +317,7 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
             frame, offset = find_tile(columns, max(lowest, min(tile, highest)), block_size)
             while base <= high:
                 at = key_at + frame * key_frame + offset * key_token
-                add_scores(kind, scores, queries, tiles, key_chunks, at, key_token)
+                add_scores(mma, scores, queries, tiles, key_chunks, at, key_token)
                 at = value_at + frame * value_frame + offset * value_token
                 load_values(values, chunks, dims, at, value_token, row)
                 below, above = int32(low - tile), int32(high - tile)
@@ -339,26 +326,24 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
                 distance = position - tile - row
                 tile += STEP
                 frame, offset = find_tile(columns, max(lowest, min(tile, highest)), block_size)
-                near = small_row >= below and small_row <= above
-                far = small_row + 8 >= below and small_row + 8 <= above
                 for n in range(tiles):
                     for e in range(2):
-                        score = bend(scores[n * 4 + e] * scale, softcap, slope[n * 2 + e], distance)
-                        scores[n * 4 + e] = score if near else float32(LOWEST * 2)
-                        score = bend(
-                            scores[n * 4 + 2 + e] * scale, softcap, slope[n * 2 + e], distance - 8
-                        )
-                        scores[n * 4 + 2 + e] = score if far else float32(LOWEST * 2)
-                    even = weigh(scores, n, 0, top, total)
-                    odd = weigh(scores, n, 1, top, total)
-                    for i in range(0, tile_sums, 2):
-                        sums[n * tile_sums + i] *= even
-                        sums[n * tile_sums + i + 1] *= odd
+                        for half in range(2):
+                            i = n * 4 + 2 * half + e
+                            score = bend(
+                                scores[i] * scale, softcap, slope[n * 2 + e], distance - 8 * half
+                            )
+                            place = small_row + int32(8 * half)
+                            read = place >= below and place <= above
+                            scores[i] = score if read else float32(LOWEST * 2)
+                        factor = weigh(scores, n, e, top, total)
+                        for i in range(e, tile_sums, 2):
+                            sums[n * tile_sums + i] *= factor
                     b = (
-                        transpose_matrix(pack(kind, scores[n * 4], scores[n * 4 + 1])),
-                        transpose_matrix(pack(kind, scores[n * 4 + 2], scores[n * 4 + 3])),
+                        transpose_matrix(pack(scores[n * 4], scores[n * 4 + 1])),
+                        transpose_matrix(pack(scores[n * 4 + 2], scores[n * 4 + 3])),
                     )
-                    add_values(kind, sums, n * tile_sums, values, chunks, b)
+                    add_values(mma, sums, n * tile_sums, values, chunks, b)
                 base += STEP
 
             share_part(

@@ -178,8 +178,9 @@ def cache_key(source: KernelSource, capability: tuple[int, int]) -> str:
     if spec is None or spec.origin is None:
         raise RuntimeError(f"no source of {source.module}")
     shared = (Path(__file__).with_name(name) for name in SHARED_SOURCES)
-    beside = sorted(Path(spec.origin).parent.glob("cuda_*.py"))
-    for path in (*(path for path in beside if path.name != HOST_SOURCE), *shared):
+    own = Path(spec.origin)
+    beside = {own, *own.parent.glob("cuda_*.py")} - {own.with_name(HOST_SOURCE)}
+    for path in (*sorted(beside), *shared):
         digest.update(path.read_bytes())
     facts = [
         source.module, source.maker, source.parameters, source.threads, source.constants,

@@ -168,8 +168,12 @@ def add_values(mma: Any, sums: Any, at: int, values: Any, chunks: int, b: Any) -
 
 
 @cuda.jit(device=True, inline="always")
-def find_tile(columns: int, place: int, block_size: int) -> Any:
-    """Frame of the block that a position lies in, and the position's offset there."""
+def find_tile(columns: int, start: int, tile: int, low: int, high: int, block_size: int) -> Any:
+    """Frame of the block that a tile lies in, and the tile's offset there.
+
+    Of a tile outside of low to high, those of the nearest one inside.
+    """
+    place = start + max(low & -TILE, min(tile, high & -TILE))
     column = quotient(place, block_size)
     return int64(load_int32(columns + column * 4)), place - column * block_size
 
@@ -308,13 +312,15 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
                 top[i], total[i] = float32(LOWEST), float32(0)
             for i in range(accumulators):
                 sums[i] = float32(0)
-            low = max(first, split << split_bits)
-            high = min(position, ((split + 1) << split_bits) - 1)
-            lowest, highest = low & -TILE, high & -TILE
-            base = low & -STEP
-            tile = base + warp * TILE
+            # From here on positions count from the split's first, in 32 bits: half the registers.
+            start = split << split_bits
+            own = int32(position - start)
+            low = int32(max(first - start, int64(0)))
+            high = int32(min(position - start, (int64(1) << split_bits) - 1))
+            base = int32(low & -STEP)
+            tile = int32(base + warp * TILE)
             # All warps take as many turns; one without a tile reads another's and masks all of it.
-            frame, offset = find_tile(columns, max(lowest, min(tile, highest)), block_size)
+            frame, offset = find_tile(columns, start, tile, low, high, block_size)
             while base <= high:
                 at = key_at + frame * key_frame + offset * key_token
                 add_scores(mma, scores, queries, tiles, key_chunks, at, key_token)
@@ -323,9 +329,9 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
                 below, above = int32(low - tile), int32(high - tile)
                 if below > 0 or above < TILE - 1:
                     clear_values(values, chunks, small_quad, below, above)
-                distance = position - tile - row
-                tile += STEP
-                frame, offset = find_tile(columns, max(lowest, min(tile, highest)), block_size)
+                distance = int32(own - tile - small_row)
+                tile = int32(tile + STEP)
+                frame, offset = find_tile(columns, start, tile, low, high, block_size)
                 for n in range(tiles):
                     for e in range(2):
                         for half in range(2):
@@ -344,7 +350,7 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
                         transpose_matrix(pack(scores[n * 4 + 2], scores[n * 4 + 3])),
                     )
                     add_values(mma, sums, n * tile_sums, values, chunks, b)
-                base += STEP
+                base = int32(base + STEP)
 
             share_part(
                 shared_sums, shared_tops, shared_totals, sums, top, total,

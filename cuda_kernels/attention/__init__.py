@@ -90,9 +90,9 @@ def paged_attention(
     64, 96, 128, 256, block_size a multiple of 16, addresses and strides of q, K and V multiples of
     16 bytes), "ordinary" ones (every call), or "auto", the former where possible. The two round
     differently. A token is one block of threads, unless ``max_seq_len``, at least the largest of
-    ``seq_lens``, and ``workspace``, float32 on the device, are given: then tensor cores cut long
-    rows of small batches over many blocks, with the same bits (`cuda_call.workspace_elements`
-    tells the size; until the work is done the workspace belongs to it). The CPU ignores the three.
+    ``seq_lens``, and ``workspace``, float32 on the device, are given: then long rows of small
+    batches are cut over many blocks, with the same bits (`cuda_call.workspace_elements` tells
+    the size; until the work is done the workspace belongs to it). The CPU ignores the three.
     """
     storage = storage_dtype(dtype)
     values = arena if value_arena is None else value_arena

@@ -22,10 +22,11 @@ SPLIT_TOKENS = 512
 #: Enough blocks for each processor of the largest GPUs at hand (4 on each of 132).
 WANTED_BLOCKS = 528
 _MOST_BLOCKS = 65535
-_INTEGERS = 32
+_INTEGERS = 36
 #: Most dims of a kernel on ordinary cores -> how many heads of one KV head a block may take.
 HEADS = {128: (1, 4, 8), 256: (1, 4), 512: (1,)}
-#: The kernel on ordinary cores by storage dtype, query heads a block, most dims.
+#: The kernel on ordinary cores by storage dtype, query heads a block, most dims. The largest would
+#: spill a few registers for a fourth block that a processor could hold.
 KERNELS = {
     (kind, heads, width): KernelSource(
         "cuda_kernels.attention.cuda_decode",
@@ -33,6 +34,7 @@ KERNELS = {
         ("int64",) * _INTEGERS + ("float32",) * 2,
         THREADS,
         (("kind", kind), ("heads", heads), ("width", width)),
+        3 if heads * width >= 1024 else 0,
     )
     for kind in (FLOAT32, BFLOAT16, FLOAT16)
     for width, choices in HEADS.items()
@@ -41,7 +43,7 @@ KERNELS = {
 _TENSOR_INTEGERS, _MERGE_INTEGERS = 35, 17
 #: Dims and eights of heads of a kernel on tensor cores -> blocks that a processor shall hold.
 #: With 256 dims there is no room for the sums of 16 heads; with 96 no model is known to want them.
-TENSOR_BLOCKS = {(64, 1): 4, (64, 2): 4, (96, 1): 4, (128, 1): 4, (128, 2): 2, (256, 1): 2}
+TENSOR_BLOCKS = {(64, 1): 4, (64, 2): 3, (96, 1): 4, (128, 1): 4, (128, 2): 2, (256, 1): 2}
 #: The kernel on tensor cores by storage dtype, dims, eights of heads.
 TENSOR_KERNELS = {
     (kind, dims, tiles): KernelSource(
@@ -55,7 +57,7 @@ TENSOR_KERNELS = {
     for kind in (BFLOAT16, FLOAT16)
     for (dims, tiles), blocks in TENSOR_BLOCKS.items()
 }
-#: The kernel that joins its splits, by storage dtype.
+#: The kernel that joins the splits of both, by storage dtype.
 MERGE_KERNELS = {
     kind: KernelSource(
         "cuda_kernels.attention.cuda_merge",
@@ -64,9 +66,8 @@ MERGE_KERNELS = {
         THREADS,
         (("kind", kind),),
     )
-    for kind in (BFLOAT16, FLOAT16)
+    for kind in (FLOAT32, BFLOAT16, FLOAT16)
 }
-CHOICES = ("auto", "tensor", "ordinary")
 
 
 class DeviceOptions(NamedTuple):
@@ -135,7 +136,7 @@ def attend(request: Request, options: DeviceOptions) -> None:
     elif options.cores == "tensor":
         raise ValueError(f"cores='tensor' can't do this call: {obstacle}")
     else:
-        _attend_ordinary(request, options.stream)
+        _attend_ordinary(request, options)
 
 
 def _obstacle(request: Request) -> str:
@@ -155,37 +156,60 @@ def _obstacle(request: Request) -> str:
 
 
 def _attend_tensor(request: Request, options: DeviceOptions) -> None:
-    """One kernel, or with a workspace and few tokens: parts of rows, then the merge."""
+    """On tensor cores: heads of one KV head in eights."""
     query: Any = request.query
-    rows: Any = request.rows
-    lse: Any = request.lse
-    num_tokens, num_heads, dims = query.shape
+    _, num_heads, dims = query.shape
     group = num_heads // request.num_kv_heads
     key = tensor_kernel_for(request.kind, group, dims)
     assert key is not None
     blocks_per_head = -(-group // (8 * key[2]))
     blocks = request.num_kv_heads * blocks_per_head
-    _check_blocks(blocks, "eights of heads")
+    arguments = [query.address, *query.strides[:2], *_results(request), *_planes(request)]
+    arguments += [*_rows(request), request.block_size, num_heads, group, blocks_per_head]
+    _launch(request, options, TENSOR_KERNELS[key], blocks, arguments)
+
+
+def _attend_ordinary(request: Request, options: DeviceOptions) -> None:
+    """On ordinary cores: as many heads a block as divide those of a KV head."""
+    query: Any = request.query
+    _, num_heads, head_dim = query.shape
+    group = num_heads // request.num_kv_heads
+    key = kernel_for(request.kind, group, max(head_dim, request.value.dims))
+    heads = key[1]
+    arguments = [*_place(query), *_results(request), *_planes(request)]
+    arguments += [*_rows(request), request.block_size, head_dim, request.value.dims, group // heads]
+    _launch(request, options, KERNELS[key], num_heads // heads, arguments)
+
+
+def _launch(
+    request: Request,
+    options: DeviceOptions,
+    source: KernelSource,
+    blocks: int,
+    arguments: list[int],
+) -> None:
+    """One kernel, `blocks` blocks a token; or with a workspace parts of rows, then the merge."""
+    query: Any = request.query
+    rows: Any = request.rows
+    num_tokens, num_heads, _ = query.shape
+    if blocks > _MOST_BLOCKS:
+        raise ValueError(
+            f"query has {num_heads} heads, {blocks} blocks; at most {_MOST_BLOCKS} on a device"
+        )
     parts, splits = _parts(num_tokens * blocks, num_tokens * num_heads, request, options)
     partial = _address(options.workspace) if parts > 1 else 0
     bits = SPLIT_TOKENS.bit_length() - 1
-    arguments: list[int | float] = [query.address, *query.strides[:2]]
-    results = [*_place(request.out), *([0, 0, 0] if lse is None else _place(lse))]
-    arguments += results
-    arguments += _planes(request)
-    starts = (rows.seq_lens.address, rows.query_start.address)
-    counts = (rows.seq_lens.itemsize, rows.seq_lens.shape[0])
-    arguments += [rows.table.address, rows.table_start.address, *starts, *counts]
-    arguments += [request.block_size, num_heads, group, blocks_per_head]
-    arguments += [request.window, _address(request.alibi), _address(request.sinks)]
-    arguments += [bits, parts, partial, splits, request.scale, request.softcap]
-    launch = Launch(TENSOR_KERNELS[key], (num_tokens, blocks, parts), tuple(arguments))
+    sinks = _address(request.sinks)
+    rules = [request.window, _address(request.alibi), sinks]
+    last = (bits, parts, partial, splits, request.scale, request.softcap)
+    launch = Launch(source, (num_tokens, blocks, parts), (*arguments, *rules, *last))
     query.device.launch(launch, options.stream)
     if not partial:
         return
-    joined = (partial, splits, dims, bits, *results, *starts, *counts)
-    arguments = [*joined, request.window, _address(request.sinks)]
-    launch = Launch(MERGE_KERNELS[request.kind], (num_tokens, num_heads, 1), tuple(arguments))
+    joined = [partial, splits, request.value.dims, bits, *_results(request)]
+    joined += [rows.seq_lens.address, rows.query_start.address, rows.seq_lens.itemsize]
+    joined += [rows.seq_lens.shape[0], request.window, sinks]
+    launch = Launch(MERGE_KERNELS[request.kind], (num_tokens, num_heads, 1), tuple(joined))
     query.device.launch(launch, options.stream)
 
 
@@ -211,29 +235,6 @@ def _parts(
     return parts, splits
 
 
-def _attend_ordinary(request: Request, stream: int) -> None:
-    """One kernel, a token's row never cut."""
-    query: Any = request.query
-    rows: Any = request.rows
-    lse: Any = request.lse
-    num_tokens, num_heads, head_dim = query.shape
-    group = num_heads // request.num_kv_heads
-    key = kernel_for(request.kind, group, max(head_dim, request.value.dims))
-    heads = key[1]
-    _check_blocks(num_heads // heads, f"blocks of {heads} heads")
-    starts = (rows.table_start, rows.seq_lens, rows.query_start)
-    arguments: list[int | float] = [*_place(query), *_place(request.out)]
-    arguments += [0, 0, 0] if lse is None else _place(lse)
-    arguments += _planes(request)
-    arguments += [rows.table.address, *(array.address for array in starts)]
-    arguments += [starts[0].itemsize, rows.seq_lens.shape[0], request.block_size]
-    arguments += [head_dim, request.value.dims]
-    arguments += [group // heads, request.window, _address(request.alibi), _address(request.sinks)]
-    arguments += [request.scale, request.softcap]
-    launch = Launch(KERNELS[key], (num_tokens, num_heads // heads, 1), tuple(arguments))
-    query.device.launch(launch, stream)
-
-
 def _planes(request: Request) -> list[int]:
     """Where K and V of the layer lie: address, strides of frames, heads and tokens, in bytes."""
     query: Any = request.query
@@ -245,9 +246,17 @@ def _planes(request: Request) -> list[int]:
     return found
 
 
-def _check_blocks(count: int, what: str) -> None:
-    if count > _MOST_BLOCKS:
-        raise ValueError(f"query has {count} {what}; at most {_MOST_BLOCKS} on a device")
+def _results(request: Request) -> list[int]:
+    """Where out and lse lie; zeros for the latter if it isn't asked for."""
+    return [*_place(request.out), *([0, 0, 0] if request.lse is None else _place(request.lse))]
+
+
+def _rows(request: Request) -> list[int]:
+    """Where the table and the row arrays lie, bytes of an element of the latter, how many rows."""
+    rows: Any = request.rows
+    starts = (rows.table_start, rows.seq_lens, rows.query_start)
+    addresses = [rows.table.address, *(array.address for array in starts)]
+    return [*addresses, rows.seq_lens.itemsize, rows.seq_lens.shape[0]]
 
 
 def _place(array: Any) -> list[int]:

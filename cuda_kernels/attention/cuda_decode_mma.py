@@ -33,15 +33,12 @@ from typing import Any
 from numba import cuda, float32, int32, int64, uint32
 
 from cuda_kernels.attention.cuda_parts import (
-    LOG2_E,
     LOWEST,
     bend,
-    divide,
     find_row,
-    fold,
     load_index,
-    store_element,
 )
+from cuda_kernels.attention.cuda_splits import WARPS, begin_splits, end_split, store_results
 from cuda_kernels.cuda.prims import (
     exp2,
     load_float,
@@ -56,13 +53,12 @@ from cuda_kernels.cuda.prims import (
     narrow_float16,
     quotient,
     shuffle_xor,
-    store_float,
     transpose_matrix,
     upper_halves,
 )
 from cuda_kernels.dtypes import BFLOAT16
 
-WARPS, TILE, COLUMNS = 4, 16, 8
+TILE, COLUMNS = 16, 8
 STEP = WARPS * TILE
 
 
@@ -168,12 +164,12 @@ def add_values(mma: Any, sums: Any, at: int, values: Any, chunks: int, b: Any) -
 
 
 @cuda.jit(device=True, inline="always")
-def find_tile(columns: int, start: int, tile: int, low: int, high: int, block_size: int) -> Any:
+def find_tile(columns: int, tile: int, low: int, high: int, block_size: int) -> Any:
     """Frame of the block that a tile lies in, and the tile's offset there.
 
     Of a tile outside of low to high, those of the nearest one inside.
     """
-    place = start + max(low & -TILE, min(tile, high & -TILE))
+    place = int64(max(low & -TILE, min(tile, high & -TILE)))
     column = quotient(place, block_size)
     return int64(load_int32(columns + column * 4)), place - column * block_size
 
@@ -200,29 +196,6 @@ def share_part(
                         part = ((n * chunks + c) * 4 + i) * 4 + e
                         shared[at * dims + d] = sums[part]
                         shared[at * dims + d + 1] = sums[part + 2]
-
-
-@cuda.jit(device=True, inline="always")
-def join_warps(tops: Any, totals: Any, factors: Any, heads: int, h: int) -> Any:
-    """One head's maximum and weight over the warps, whose factors are kept."""
-    top, total = float32(LOWEST), float32(0)
-    for w in range(WARPS):
-        top = maximum(top, tops[w * heads + h])
-    for w in range(WARPS):
-        factor = exp2(tops[w * heads + h] - top)
-        factors[w * heads + h] = factor
-        total = multiply_add(factor, totals[w * heads + h], total)
-    return top, total
-
-
-@cuda.jit(device=True, inline="always")
-def join_sums(shared: Any, factors: Any, heads: int, dims: int, h: int, d: int) -> Any:
-    """One head's weighted sum of a dim over the warps."""
-    part = float32(0)
-    for w in range(WARPS):
-        at = w * heads + h
-        part = multiply_add(factors[at], shared[at * dims + d], part)
-    return part
 
 
 def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
@@ -262,14 +235,15 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
         if sequence >= num_rows:
             return
         kv_head = quotient(int64(cuda.blockIdx.y), blocks_per_head)
-        first_head = (int64(cuda.blockIdx.y) - kv_head * blocks_per_head) * heads
-        last_head = min(group - first_head, int64(heads)) - 1
-        first_head += kv_head * group
+        first_head = int32((int64(cuda.blockIdx.y) - kv_head * blocks_per_head) * heads)
+        count = int32(min(group - first_head, int64(heads)))
+        first_head = int32(first_head + kv_head * group)
         length = load_index(seq_lens, sequence, index_bytes)
         # The row's tokens are its last positions; -1: there is nothing to attend to.
         position = length - load_index(query_start, sequence + 1, index_bytes) + token
-        position = position if length > 0 else int64(-1)
-        first = max(int64(0), position - window + 1) if window > 0 else int64(0)
+        # Positions take 32 bits: what lives through the loop is half as many registers.
+        own = int32(position if length > 0 else int64(-1))
+        first = int32(max(int64(0), own - window + 1) if window > 0 else int64(0))
         columns = table + load_index(table_start, sequence, index_bytes) * 4
 
         queries = cuda.local.array(query_room, uint32)
@@ -291,36 +265,31 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
         whole_sums = cuda.shared.array(result_room, float32)
 
         q_at = query + token * query_token + first_head * query_head + quad * 16
-        load_queries(queries, tiles, key_chunks, q_at, query_head, last_head, row)
+        load_queries(queries, tiles, key_chunks, q_at, query_head, count - 1, row)
         for n in range(tiles):
             for e in range(2):
                 slope[n * 2 + e] = float32(0)
                 if slopes != 0:
-                    head = first_head + min(n * COLUMNS + 2 * quad + e, last_head)
+                    head = first_head + min(n * COLUMNS + 2 * quad + e, count - 1)
                     slope[n * 2 + e] = load_float(slopes + head * 4)
-        if thread < heads:
-            whole_tops[thread], whole_totals[thread] = float32(LOWEST), float32(0)
-        for i in range(thread, (last_head + 1) * dims, WARPS * 32):
-            whole_sums[i] = float32(0)
+        begin_splits(thread, count, dims, dims, whole_tops, whole_totals, whole_sums)
         key_at = key + kv_head * key_head + row * key_token + quad * 16
         value_at = value + kv_head * value_head + 2 * quad * value_token + row * 16
 
-        first_split = first >> split_bits
-        split = first_split + int64(cuda.blockIdx.z)
-        while split << split_bits <= position:
+        bits = int32(split_bits)
+        first_split = int32(first >> bits)
+        split = int32(first_split + cuda.blockIdx.z)
+        while int32(split << bits) <= own:
             for i in range(lane_heads):
                 top[i], total[i] = float32(LOWEST), float32(0)
             for i in range(accumulators):
                 sums[i] = float32(0)
-            # From here on positions count from the split's first, in 32 bits: half the registers.
-            start = split << split_bits
-            own = int32(position - start)
-            low = int32(max(first - start, int64(0)))
-            high = int32(min(position - start, (int64(1) << split_bits) - 1))
+            low = int32(max(first, int32(split << bits)))
+            high = int32(min(own, int32(((split + 1) << bits) - 1)))
             base = int32(low & -STEP)
             tile = int32(base + warp * TILE)
             # All warps take as many turns; one without a tile reads another's and masks all of it.
-            frame, offset = find_tile(columns, start, tile, low, high, block_size)
+            frame, offset = find_tile(columns, tile, low, high, block_size)
             while base <= high:
                 at = key_at + frame * key_frame + offset * key_token
                 add_scores(mma, scores, queries, tiles, key_chunks, at, key_token)
@@ -331,7 +300,7 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
                     clear_values(values, chunks, small_quad, below, above)
                 distance = int32(own - tile - small_row)
                 tile = int32(tile + STEP)
-                frame, offset = find_tile(columns, start, tile, low, high, block_size)
+                frame, offset = find_tile(columns, tile, low, high, block_size)
                 for n in range(tiles):
                     for e in range(2):
                         for half in range(2):
@@ -356,47 +325,21 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
                 shared_sums, shared_tops, shared_totals, sums, top, total,
                 tiles, chunks, dims, warp, row, quad,
             )  # fmt: skip
-            cuda.syncthreads()
-            if thread <= last_head:
-                peak, weight = join_warps(shared_tops, shared_totals, factors, heads, thread)
-                if partial != 0:
-                    at = (token * num_heads + first_head + thread) * splits + split - first_split
-                    into = partial + int64(cuda.gridDim.x) * num_heads * splits * (dims * 4)
-                    store_float(into + at * 8, peak)
-                    store_float(into + at * 8 + 4, weight)
-                else:
-                    peak, weight, old, new = fold(
-                        whole_tops[thread], whole_totals[thread], peak, weight
-                    )
-                    whole_tops[thread], whole_totals[thread] = peak, weight
-                    olds[thread], news[thread] = old, new
-            cuda.syncthreads()
-            for i in range(thread, (last_head + 1) * dims, WARPS * 32):
-                h = i // dims
-                part = join_sums(shared_sums, factors, heads, dims, h, i - h * dims)
-                if partial != 0:
-                    at = (token * num_heads + first_head + h) * splits + split - first_split
-                    store_float(partial + (at * dims + i - h * dims) * 4, part)
-                else:
-                    whole_sums[i] = multiply_add(whole_sums[i], olds[h], part * news[h])
-            cuda.syncthreads()
-            split += parts
+            end_split(
+                count, heads, dims, dims,
+                shared_tops, shared_totals, shared_sums, factors,
+                whole_tops, whole_totals, whole_sums, olds, news,
+                partial, first_head, num_heads, splits, split - first_split,
+            )  # fmt: skip
+            split = int32(split + parts)
 
         if partial != 0:
             return
-        for i in range(thread, (last_head + 1) * dims, WARPS * 32):
-            h = i // dims
-            head, d = first_head + h, i - h * dims
-            sink = float32(0)
-            if sinks != 0:
-                sink = load_float(sinks + head * 4) * float32(LOG2_E)
-            found, logarithm = float32(0), float32(-float("inf"))
-            if position >= 0:
-                found, logarithm = divide(
-                    whole_sums[i], whole_tops[h], whole_totals[h], sink, sinks != 0
-                )
-            store_element(out + token * out_token + head * out_head + d * out_dim, found, kind)
-            if d == 0 and lse != 0:
-                store_float(lse + token * lse_token + head * lse_head, logarithm)
+        store_results(
+            thread, count, dims, dims, kind, own < 0,
+            whole_tops, whole_totals, whole_sums, sinks + first_head * 4 if sinks != 0 else 0,
+            out + token * out_token + first_head * out_head, out_head, out_dim,
+            lse + token * lse_token + first_head * lse_head if lse != 0 else 0, lse_head,
+        )  # fmt: skip
 
     return kernel

@@ -49,7 +49,8 @@ def merge(kind: int) -> Callable[..., Any]:
             sink = load_float(sinks + head * 4) * float32(LOG2_E)
         at = (token * num_heads + head) * splits
         weights = partial + int64(cuda.gridDim.x) * num_heads * splits * (dims * 4) + at * 8
-        for d in range(int64(cuda.threadIdx.x), dims, THREADS):
+        d = int64(cuda.threadIdx.x)
+        while d < dims:
             top, total, found = float32(LOWEST), float32(0), float32(0)
             for i in range(count):
                 peak, weight = load_float(weights + i * 8), load_float(weights + i * 8 + 4)
@@ -62,5 +63,6 @@ def merge(kind: int) -> Callable[..., Any]:
             store_element(out + token * out_token + head * out_head + d * out_dim, found, kind)
             if d == 0 and lse != 0:
                 store_float(lse + token * lse_token + head * lse_head, logarithm)
+            d += THREADS
 
     return kernel

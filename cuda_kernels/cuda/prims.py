@@ -114,6 +114,12 @@ quotient = primitive(
     (I64, I64),
 )
 
+# The number of this thread in its block, and of this block along x, read where it stands: what is
+# computed from it isn't computed before a loop around, to hold registers all through it.
+_NUMBER = "{ .reg .u32 number; mov.u32 number, NAME; cvt.u64.u32 $0, number; }"
+thread_here = primitive("thread_here", _NUMBER.replace("NAME", "%tid.x"), (I64,), (), effects=True)
+block_here = primitive("block_here", _NUMBER.replace("NAME", "%ctaid.x"), (I64,), (), effects=True)
+
 # -- floats ----------------------------------------------------------------------------------------
 
 load_float = _load("load_float", "f32", (F32,))

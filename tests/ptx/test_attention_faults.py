@@ -7,9 +7,8 @@ shapes are those of `test_attention_mma.py` for the smallest kernel; the first t
 from __future__ import annotations
 
 import dataclasses
-from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -26,43 +25,52 @@ pytestmark = needs_compiler
 
 KEY = (BFLOAT16, 64, 1)
 SHAPES = 25
-SYNC, NEXT = "            cuda.syncthreads()\n", "            split += parts\n"
 
 
 class Fault(NamedTuple):
-    """A text of a kernel's source, what stands there instead, how it shows."""
+    """A text of one of the files a kernel is made of, what stands there instead, how it shows."""
 
     name: str
+    file: str
     old: str
     new: str
     shows: type[BaseException] = AssertionError
 
 
+TENSOR, MERGE, SPLITS = "cuda_decode_mma", "cuda_merge", "cuda_splits"
+JOINED = "multiply_add(whole_sums[at], olds[h], part * news[h])"
+RACED = '    cuda.syncthreads()\n\n\n@cuda.jit(device=True, inline="always")\ndef begin_splits'
 FAULTS = [
-    Fault("one position too many", "place <= above\n", "place <= above + 1\n"),
-    Fault("stale values kept", "below > 0 or above < TILE - 1", "below > TILE"),
-    Fault("splits added without rescaling", "whole_sums[i], olds[h],", "whole_sums[i], news[h],"),
-    Fault("a split one too long", "(int64(1) << split_bits) - 1)", "int64(1) << split_bits)"),
-    Fault("no barrier after a split", f"{SYNC}{NEXT}", NEXT, Race),
-]
-MERGE_FAULTS = [
-    Fault("merged without rescaling", "(found, old, part * new)", "(found, new, part * new)"),
-    Fault("one split left out", "(first >> split_bits) + 1", "(first >> split_bits)"),
+    Fault("one position too many", TENSOR, "place <= above\n", "place <= above + 1\n"),
+    Fault("stale values kept", TENSOR, "below > 0 or above < TILE - 1", "below > TILE"),
+    Fault("a split one too long", TENSOR, "((split + 1) << bits) - 1)", "(split + 1) << bits)"),
+    Fault("folded without rescaling", SPLITS, JOINED, JOINED.replace("olds[h]", "float32(1)")),
+    Fault("no barrier after a split", SPLITS, RACED, RACED.replace("cuda.syncthreads()", ""), Race),
+    Fault("merged without rescaling", MERGE, "(found, old, part", "(found, float32(1), part"),
+    Fault("one split left out", MERGE, "(first >> split_bits) + 1", "(first >> split_bits)"),
 ]
 
 
-def planted(
-    source: KernelSource, fault: Fault, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> KernelSource:
-    """The kernel with a fault, as a module of its own."""
-    spec = find_spec(source.module)
-    assert spec is not None and spec.origin is not None
-    text = Path(spec.origin).read_text()
-    assert text.count(fault.old) == 1, f"{fault.old!r} stands {text.count(fault.old)} times"
-    name = "cuda_fault_" + fault.name.replace(" ", "_")
-    (folder / f"{name}.py").write_text(text.replace(fault.old, fault.new))
+def planted(fault: Fault, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Put a kernel with the fault in the place of the right one, made of modules of its own."""
+    kernels: dict[Any, KernelSource] = (
+        cuda_call.MERGE_KERNELS if fault.file == MERGE else cuda_call.TENSOR_KERNELS
+    )
+    key = BFLOAT16 if fault.file == MERGE else KEY
+    package, _, own = kernels[key].module.rpartition(".")
+    here = Path(cuda_call.__file__).parent
+    suffix = "_with_" + fault.name.replace(" ", "_")
+    for name in {own, fault.file}:
+        text = (here / f"{name}.py").read_text()
+        if name == fault.file:
+            assert text.count(fault.old) == 1, f"{fault.old!r} stands {text.count(fault.old)} times"
+            text = text.replace(fault.old, fault.new)
+        else:
+            assert text.count(f"from {package}.{fault.file} import") == 1
+            text = text.replace(f"{package}.{fault.file} ", f"{fault.file}{suffix} ")
+        (folder / f"{name}{suffix}.py").write_text(text)
     monkeypatch.syspath_prepend(folder)
-    return dataclasses.replace(source, module=name)
+    monkeypatch.setitem(kernels, key, dataclasses.replace(kernels[key], module=own + suffix))
 
 
 def noticed(seed: int, monkeypatch: pytest.MonkeyPatch) -> BaseException | None:
@@ -80,20 +88,10 @@ def noticed(seed: int, monkeypatch: pytest.MonkeyPatch) -> BaseException | None:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_faults_of_the_kernel(
+def test_faults_of_the_kernels(
     seed: int, fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = planted(cuda_call.TENSOR_KERNELS[KEY], fault, tmp_path, monkeypatch)
-    monkeypatch.setitem(cuda_call.TENSOR_KERNELS, KEY, source)
-    assert isinstance(noticed(seed, monkeypatch), fault.shows)
-
-
-@pytest.mark.parametrize("fault", MERGE_FAULTS, ids=lambda fault: fault.name)
-def test_faults_of_the_merge(
-    seed: int, fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = planted(cuda_call.MERGE_KERNELS[BFLOAT16], fault, tmp_path, monkeypatch)
-    monkeypatch.setitem(cuda_call.MERGE_KERNELS, BFLOAT16, source)
+    planted(fault, monkeypatch, tmp_path)
     assert isinstance(noticed(seed, monkeypatch), fault.shows)
 
 

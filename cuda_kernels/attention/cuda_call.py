@@ -42,8 +42,9 @@ KERNELS = {
 }
 _TENSOR_INTEGERS, _MERGE_INTEGERS = 35, 17
 #: Dims and eights of heads of a kernel on tensor cores -> blocks that a processor shall hold.
-#: With 256 dims there is no room for the sums of 16 heads; with 96 no model is known to want them.
-TENSOR_BLOCKS = {(64, 1): 4, (64, 2): 3, (96, 1): 4, (128, 1): 4, (128, 2): 2, (256, 1): 2}
+#: With 256 dims there is no room for the sums of 16 heads; with 64 and 96 few models share a KV
+#: head among more than 8. They take a block for each 8 heads, which read the same K and V.
+TENSOR_BLOCKS = {(64, 1): 4, (96, 1): 4, (128, 1): 4, (128, 2): 2, (256, 1): 2}
 #: The kernel on tensor cores by storage dtype, dims, eights of heads.
 TENSOR_KERNELS = {
     (kind, dims, tiles): KernelSource(

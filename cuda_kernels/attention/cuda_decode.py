@@ -1,19 +1,20 @@
 """The CUDA kernel of `paged_attention` on ordinary cores: every dtype, head size and rule.
 
-    blockIdx.x = query token, blockIdx.y = a group of HEADS query heads of one KV head
+    blockIdx.x = query token, .y = a group of HEADS query heads of one KV head, .z = a part
+    a part takes the splits of the token's positions whose number is its own modulo the parts
     warp w takes the tiles of 32 positions whose number is w modulo 4:
 
       scores   lane i has position 32 * tile + i: its own row of K, against q in shared memory
       weights  over the lanes: maximum and sum by shuffles, the old ones rescaled
       values   lane i has the value dims i, i + 32, ...: row after row of V, weight by shuffle
 
-    then the four warps are merged through shared memory, in ascending order
+    then the four warps are merged through shared memory and splits are folded, in ascending
+    order: here (one part) or by `cuda_merge.py` (several), with the same instructions
 
 Positions are cut at fixed places, so a token's result hangs on its own row only. What lies past a
-row's length, or outside a window, is not read: lanes without a position read the token's own. One
-token is one block here, however long its row is: a decode of few long rows keeps few processors
-busy, and a prompt reads K and V once for each token. This kernel is for what the tensor cores can't
-do, and a second opinion on them.
+row's length, or outside a window, is not read: lanes without a position read another's. A prompt
+reads K and V once for each token. This kernel is for what the tensor cores can't do, and a second
+opinion on them.
 """
 
 from __future__ import annotations

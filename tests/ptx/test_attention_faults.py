@@ -18,8 +18,8 @@ from cuda_kernels.cuda.kernel import KernelSource
 from cuda_kernels.dtypes import BFLOAT16
 from tests.ptx.device import InterpretedDevice, needs_compiler
 from tests.ptx.errors import PtxError, Race
-from tests.ptx.test_attention import check
-from tests.ptx.test_attention_mma import attend, draw, split_by
+from tests.ptx.test_attention import check, split_by
+from tests.ptx.test_attention_mma import attend, draw
 
 pytestmark = needs_compiler
 

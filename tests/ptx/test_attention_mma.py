@@ -26,13 +26,22 @@ from cuda_kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, bits_to_float
 from tests.ptx.device import InterpretedDevice, needs_compiler
 from tests.ptx.errors import OutOfBounds
 from tests.ptx.machine import Buffer
-from tests.ptx.test_attention import NAMES, check, label, largest, mapped, near
+from tests.ptx.test_attention import (
+    NAMES,
+    check,
+    label,
+    largest,
+    mapped,
+    near,
+    split_by,
+    workspace,
+)
 
-SHAPES = {(9, 0): 14, (8, 0): 16}
+SHAPES = {(9, 0): 16, (8, 0): 16}
 MORE = int(os.environ.get("KVMEM_PTX_SHAPES", "1"))
 #: Every kernel for sm_90; for sm_80 two, or all.
 CASES = [((9, 0), key) for key in TENSOR_KERNELS]
-SOME = ((BFLOAT16, 128, 1), (FLOAT16, 64, 2))
+SOME = ((BFLOAT16, 128, 2), (FLOAT16, 64, 1))
 CASES += [((8, 0), key) for key in TENSOR_KERNELS if key in SOME or MORE > 1]
 
 
@@ -40,8 +49,8 @@ def draw(rng: np.random.Generator, key: tuple[int, int, int], split: int) -> dic
     """Arguments for which one kernel is chosen, all rules drawn."""
     kind, dims, tiles = key
     group = int(rng.integers(1, 9)) + 8 * (tiles - 1)
-    if rng.random() < 0.2:  # several blocks a KV head, the last one with fewer heads
-        group += 8 * tiles if (dims, 2) not in cuda_call.TENSOR_BLOCKS or tiles == 2 else 0
+    if dims != 128 or tiles == 2:  # sometimes several blocks a KV head, the last with fewer heads
+        group += 8 * tiles * int(rng.random() < 0.25)
     kv_heads = int(rng.integers(1, 3))
     block = int(rng.choice([16, 32, 64, 128]))
     edges = (0, 1, 15, 16, 33, block, 64, split)
@@ -80,15 +89,6 @@ def draw(rng: np.random.Generator, key: tuple[int, int, int], split: int) -> dic
     )  # type: ignore[no-any-return]
 
 
-def workspace(device: InterpretedDevice, a: dict[str, Any]) -> dict[str, Any]:
-    """Options that let rows be cut over blocks; nothing has written the memory yet."""
-    num_tokens, num_heads, dims = a["query"].shape
-    longest = int(a["seq_lens"].max(initial=0))
-    count = workspace_elements(num_tokens, num_heads, dims, longest, a.get("window"))
-    room = device.array(np.full(count, np.nan, np.float32), writable=True, initialised=False)
-    return {"max_seq_len": longest, "workspace": room}
-
-
 def attend(device: InterpretedDevice, a: dict[str, Any], *, cut: bool = False) -> None:
     """Run a call on tensor cores; everything that belongs to a row's tokens gets written."""
     device.clear()
@@ -98,11 +98,6 @@ def attend(device: InterpretedDevice, a: dict[str, Any], *, cut: bool = False) -
     for name in ("out", "lse"):
         (buffer,) = (b for b in device.buffers if b.address == given[name].address)
         assert buffer.known is not None and buffer.known.all(), name
-
-
-def split_by(monkeypatch: pytest.MonkeyPatch, tokens: int, blocks: int = 528) -> None:
-    monkeypatch.setattr(cuda_call, "SPLIT_TOKENS", tokens)
-    monkeypatch.setattr(cuda_call, "WANTED_BLOCKS", blocks)
 
 
 @needs_compiler
@@ -270,8 +265,8 @@ def usual(seed: int, **changes: Any) -> dict[str, Any]:
 def test_which_kernel_is_chosen() -> None:
     assert tensor_kernel_for(BFLOAT16, 1, 128) == (BFLOAT16, 128, 1)
     assert tensor_kernel_for(BFLOAT16, 8, 64) == (BFLOAT16, 64, 1)
-    assert tensor_kernel_for(FLOAT16, 9, 64) == (FLOAT16, 64, 2)
-    assert tensor_kernel_for(FLOAT16, 71, 64) == (FLOAT16, 64, 2)
+    assert tensor_kernel_for(FLOAT16, 9, 128) == (FLOAT16, 128, 2)
+    assert tensor_kernel_for(FLOAT16, 71, 64) == (FLOAT16, 64, 1)
     assert tensor_kernel_for(FLOAT16, 16, 256) == (FLOAT16, 256, 1)
     assert tensor_kernel_for(BFLOAT16, 4, 80) is None
     assert tensor_kernel_for(FLOAT32, 4, 64) is None

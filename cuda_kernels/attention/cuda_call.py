@@ -25,8 +25,8 @@ _MOST_BLOCKS = 65535
 _INTEGERS = 36
 #: Most dims of a kernel on ordinary cores -> how many heads of one KV head a block may take.
 HEADS = {128: (1, 4, 8), 256: (1, 4), 512: (1,)}
-#: The kernel on ordinary cores by storage dtype, query heads a block, most dims. The largest would
-#: spill a few registers for a fourth block that a processor could hold.
+#: The kernel on ordinary cores by storage dtype, query heads a block, most dims. Left to itself the
+#: assembler spills a few registers for one more block that a processor can hold.
 KERNELS = {
     (kind, heads, width): KernelSource(
         "cuda_kernels.attention.cuda_decode",
@@ -34,7 +34,7 @@ KERNELS = {
         ("int64",) * _INTEGERS + ("float32",) * 2,
         THREADS,
         (("kind", kind), ("heads", heads), ("width", width)),
-        3 if heads * width >= 1024 else 0,
+        blocks=3 if heads * width >= 1024 else 5,
     )
     for kind in (FLOAT32, BFLOAT16, FLOAT16)
     for width, choices in HEADS.items()
@@ -53,7 +53,7 @@ TENSOR_KERNELS = {
         ("int64",) * _TENSOR_INTEGERS + ("float32",) * 2,
         THREADS,
         (("kind", kind), ("dims", dims), ("tiles", tiles)),
-        blocks,
+        blocks=blocks,
     )
     for kind in (BFLOAT16, FLOAT16)
     for (dims, tiles), blocks in TENSOR_BLOCKS.items()

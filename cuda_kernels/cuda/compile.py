@@ -94,7 +94,7 @@ def make_ptx(source: KernelSource, capability: tuple[int, int]) -> bytes:
         cc=capability,
         device=False,
         abi="numba",
-        launch_bounds=(source.threads, source.blocks) if source.blocks else source.threads,
+        launch_bounds=(source.threads, source.blocks),
     )
     return stable_names(text, source.name).encode()
 

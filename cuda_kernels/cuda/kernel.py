@@ -14,8 +14,8 @@ class KernelSource:
 
     ``maker`` is a function of ``module`` that takes the ``constants`` and returns the kernel; its
     parameters have the Numba types ``parameters`` ("int64", "float32"). ``threads`` is the size of
-    a block; ``blocks`` (0: the assembler's choice) is how many blocks a processor shall hold at
-    once, which bounds the registers. Nothing is imported before the kernel has to be compiled.
+    a block; ``blocks`` is how many of them a processor shall hold at once at least, which bounds
+    the registers. Nothing is imported before the kernel has to be compiled.
     """
 
     module: str
@@ -23,7 +23,7 @@ class KernelSource:
     parameters: tuple[str, ...]
     threads: int
     constants: tuple[tuple[str, int | str], ...] = ()
-    blocks: int = 0
+    blocks: int = 1
 
     @property
     def name(self) -> str:

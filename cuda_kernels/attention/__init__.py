@@ -84,8 +84,9 @@ def paged_attention(
     Numba's threads with the GIL released; scratch of 100 KB or so a thread.
 
     Arrays may lie on a device (all of them, `DeviceArray`; the row arrays of one dtype, head_dim
-    and value_dim at most 512, rows below 2**31 positions): kernels are queued on ``stream``, the handle of a CUDA stream, and
-    what the row arrays hold is trusted. K and V are read once for each token and up to 16 heads.
+    and value_dim at most 512, rows below 2**31 positions): kernels are queued on ``stream``, the
+    handle of a CUDA stream, and what the row arrays hold is trusted. K and V are read once for
+    each token and up to 16 heads.
     ``cores`` picks the kernel: "tensor" cores (bfloat16 and float16, head_dim = value_dim one of
     64, 96, 128, 256, block_size a multiple of 16, addresses and strides of q, K and V multiples of
     16 bytes), "ordinary" ones (every call), or "auto", the former where possible. The two round

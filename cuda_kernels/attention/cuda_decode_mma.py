@@ -203,8 +203,8 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
 
     Addresses and strides in bytes. 0 as an address: not given; as window or softcap: off. Each
     address and stride of q, K and V is a multiple of 16, block_size one of 16. A split has
-    1 << split_bits positions (>= 64), a row less than 2**31. With `partial` results go there for `merge`, by
-    [token][head][splits]: sums [dims], and behind all of them (maximum, weight).
+    1 << split_bits positions (>= 64), a row less than 2**31. With `partial` results go there for
+    `merge`, by [token][head][splits]: sums [dims], and behind all of them (maximum, weight).
     """
     mma = mma_bfloat16 if kind == BFLOAT16 else mma_float16
     pack = narrow_bfloat16 if kind == BFLOAT16 else narrow_float16

@@ -10,6 +10,8 @@ BIN      := $(VENV)/bin
 PIP      := $(BIN)/python -m pip --disable-pip-version-check
 STAMP    := $(VENV)/setup-$(shell cat pyproject.toml constraints.txt | cksum | tr -d ' ')
 PYTEST   := $(BIN)/python -m pytest
+# Processes that tests run in; ARGS="-n 0 -s" shows what they print.
+JOBS     ?= 2
 
 # numba's cache misses an edit in a callee's module: the folder is named by a hash of all sources.
 SOURCES  := $(shell find kvmem cuda_kernels -name '*.py' 2>/dev/null | LC_ALL=C sort)
@@ -48,11 +50,11 @@ run: setup  ## the main job: a real model served under swap pressure (ARGS="--he
 test: setup test-all test-bounds test-coverage  ## all tests that need neither a GPU nor a browser
 
 test-all: setup
-	$(PYTEST) -m 'not gpu and not browser and not threads' $(ARGS)
+	$(PYTEST) -n $(JOBS) --dist worksteal -m 'not gpu and not browser and not threads' $(ARGS)
 
 # numba's cache does not know about this switch, so it gets a folder of its own.
 test-bounds: setup
-	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(NUMBA_CACHE_DIR)-bounds $(PYTEST) -q tests/ledger
+	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(NUMBA_CACHE_DIR)-bounds $(PYTEST) -q -n $(JOBS) tests/ledger
 
 # Coverage sees nothing inside compiled code: the ledger runs once more as plain Python.
 test-coverage: setup
@@ -64,12 +66,12 @@ test-coverage: setup
 FIRST ?= -1
 SEEDS ?= 2500
 sim: setup  ## random operations on the simulated device: races, failed copies, liveness
-	$(BIN)/python -m tests.sim.programme --first $(FIRST) --seeds $(SEEDS) --ops 400 --jobs 2 --require
+	$(BIN)/python -m tests.sim.programme --first $(FIRST) --seeds $(SEEDS) --ops 400 --jobs $(JOBS) --require
 
 # Ten million, and the search for seeds that find each planted mistake; SCALE=100 for a release.
 SCALE ?= 10
 soak: setup  ## the same, SCALE times as long (default 10), and the planted mistakes anew
-	$(BIN)/python -m tests.sim.programme --first -1 --seeds $$((2500 * $(SCALE))) --ops 400 --jobs 2 --require
+	$(BIN)/python -m tests.sim.programme --first -1 --seeds $$((2500 * $(SCALE))) --ops 400 --jobs $(JOBS) --require
 	NUMBA_DISABLE_JIT=1 $(BIN)/python -m tests.sim.mutate --find 200
 
 threads: setup  ## eight threads on one Manager for a minute, on both devices

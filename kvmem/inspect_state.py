@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmem.geometry import RESERVED_FRAMES
 from kvmem.ledger.state import DEVICE, GROUP, HOST, RESIDENT, SWAPPED, WAITING, State
 from kvmem.runtime import TIERS
 from kvmem.stats import Stats, TierStats
@@ -57,7 +58,19 @@ def stats(runtime: Runtime) -> Stats:
         blocks_out_failed=runtime.ledger.failed_blocks[HOST],
         blocks_in_failed=runtime.ledger.failed_blocks[DEVICE],
         bytes_in_done=counted["in_bytes"],
+        runs_out_done=counted["out_runs"],
+        runs_in_done=counted["in_runs"],
     )
+
+
+def filled_frames(runtime: Runtime) -> NDArray[np.int32]:
+    """The free device frames whose fill with poison is known to be done; none without `debug`."""
+    if not runtime.store.debug:
+        return np.zeros(0, np.int32)
+    state = runtime.ledger.state
+    frames = state.frames[: int(state.pools["num_frames"][DEVICE]) + 1]
+    done = frames["fence_out"] <= runtime.store.retired()[0]
+    return np.flatnonzero((frames["block"] == 0) & done)[RESERVED_FRAMES:].astype(np.int32)
 
 
 def _tier(state: State, tier: int, arena_bytes: int) -> TierStats:

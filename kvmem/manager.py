@@ -267,6 +267,7 @@ class Manager:
         too, except that "recompute" gives up its host blocks.
         Raises UnknownSequence, RuntimeError in an open step. O(blocks), never waits.
         """
+        self._runtime.limit_queues()
         with self._runtime.entered():
             return self._swapper.swap_out(seqs, how)
 
@@ -282,11 +283,13 @@ class Manager:
         layers = 0
         if by_layer is not None:
             layers = integer("by_layer", by_layer, low=1, high=self.config.num_layers)
+        self._runtime.limit_queues()
         with self._runtime.entered():
             return self._swapper.swap_in(seqs, layers)
 
     def prefetch(self, seqs: list[Sequence]) -> Transfer:
         """As `swap_in`, in order and as far as there is room; never OutOfBlocks."""
+        self._runtime.limit_queues()
         with self._runtime.entered():
             return self._swapper.prefetch(seqs)
 
@@ -313,6 +316,7 @@ class Manager:
         """
         budget = _optional("max_tokens", max_tokens)
         reserve = integer("reserve_blocks", reserve_blocks, low=0, high=MAX_PRIORITY)
+        self._runtime.limit_queues()
         with self._runtime.entered():
             records = self._runtime.records(seqs)
             self._check_idle(records)
@@ -324,6 +328,7 @@ class Manager:
         """Evict up to `num_blocks` cached blocks of a tier, oldest first; returns how many."""
         count = integer("num_blocks", num_blocks, low=0, high=MAX_PRIORITY)
         number = TIERS.index(choice("tier", tier, TIERS))
+        self._runtime.limit_queues()
         with self._runtime.entered():
             done, plan = self._runtime.ledger.evict(count, number)
             self._runtime.submit(plan)
@@ -423,14 +428,15 @@ class Manager:
 
     def verify(self) -> None:
         """Check rules R1-R5 now; raises AssertionError naming the first breach with the state.
-        With `debug` also the guards of the arenas. O(everything)."""
+        With `debug` also the guards of the arenas, and that nobody wrote to a free device frame.
+        O(everything)."""
         with self._runtime.entered():
             try:
                 self._runtime.ledger.verify()
             except LedgerCorrupt as breach:
                 dump = self._runtime.ledger.dump()
                 raise LedgerCorrupt(f"{breach}; {dump}") from None
-            breaches = self._runtime.store.check_guards()
+            breaches = self._runtime.store.check_guards(inspect_state.filled_frames(self._runtime))
             if breaches:
                 raise LedgerCorrupt("; ".join(breaches))
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 Ids = NDArray[np.int32]
 TIERS = ("device", "host")
 LOG = logging.getLogger("kvmem")
+#: Transfers of a direction on the way at once: each takes a fence, and about a kilobyte.
+MAX_QUEUED = 1024
 
 
 class Runtime:
@@ -57,6 +59,7 @@ class Runtime:
             or config.debug
             or (config.sim is not None and config.sim.poison),
             clears=config.zero_on_free == "cross_namespace",
+            quarantine=config.debug,
         )
         self.failed = self.store.failed  # copies that failed and were not recovered from yet
         self.losses = Losses(self.ledger)
@@ -184,6 +187,12 @@ class Runtime:
         self.last_ids = ()
 
     # --- plans ----------------------------------------------------------------------------------
+
+    def limit_queues(self) -> None:
+        """Hold back who swaps faster than the link copies. Under no lock, and not while a step is
+        open: that step may be what the transfers wait for."""
+        if not self.ledger.open_steps:
+            self.store.wait_for_room(MAX_QUEUED)
 
     def submit(self, plan: Plan) -> None:
         """Give a plan's copies to the store, in the ledger's order. Never waits."""

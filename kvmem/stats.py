@@ -52,6 +52,8 @@ class Stats:
     blocks_in_failed: int
     bytes_out_done: int  # counted at the device interface when a copy has ended
     bytes_in_done: int
+    runs_out_done: int  # contiguous in both arenas: the copies that these bytes take a device
+    runs_in_done: int
 
     def to_dict(self) -> dict[str, object]:
         """Nested dicts of numbers, for JSON."""

@@ -80,7 +80,7 @@ def _move_frames(
     from cuda_kernels.frames import cpu
 
     move = cpu.move_plainly if simd.JIT_DISABLED else cpu.move
-    move(target, target_ids, origin, ids)
+    move(target.reshape(-1), target_ids, origin.reshape(-1), ids, target.shape[1])
 
 
 def gather_frames(

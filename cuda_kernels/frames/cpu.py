@@ -28,34 +28,43 @@ AHEAD_BYTES = 512
 
 
 @compiled
-def move(target_arena: Bits, target_ids: Int64s, source_arena: Bits, source_ids: Int64s) -> None:
-    """Copy frame by frame, uint8 [frames, frame_bytes]; bytes are in place when it returns.
+def move(
+    target: Bits, target_ids: Int64s, source: Bits, source_ids: Int64s, frame_bytes: int
+) -> None:
+    """Copy runs of frames, arenas flat as uint8; bytes are in place when it returns.
 
     An id is int64 before it meets a stride (case 71). The target decides where lines lie: what is
     before its first one and behind its last one goes byte by byte, the source may lie anyhow.
     """
-    size = source_arena.shape[1]
-    to, origin = address_of(target_arena), address_of(source_arena)
-    for i in range(source_ids.shape[0]):
+    to, origin = address_of(target), address_of(source)
+    count = source_ids.shape[0]
+    i = 0
+    while i < count:
         read, written = np.int64(source_ids[i]), np.int64(target_ids[i])
-        source, target = origin + read * size, to + written * size
-        head = min((-target) % LINE_BYTES, size)
+        run = 1
+        while i + run < count and (
+            source_ids[i + run] == read + run and target_ids[i + run] == written + run
+        ):
+            run += 1
+        i += run
+        read, written, size = read * frame_bytes, written * frame_bytes, run * frame_bytes
+        head = min((-(to + written)) % LINE_BYTES, size)
         end = head + (size - head) // LINE_BYTES * LINE_BYTES
         for k in range(head):
-            target_arena[written, k] = source_arena[read, k]
+            target[written + k] = source[read + k]
         for k in range(head, end, LINE_BYTES):
-            prefetch_near(source + k + AHEAD_BYTES)
-            store_line_past_cache(target + k, load_line(source + k))
+            prefetch_near(origin + read + k + AHEAD_BYTES)
+            store_line_past_cache(to + written + k, load_line(origin + read + k))
         for k in range(end, size):
-            target_arena[written, k] = source_arena[read, k]
+            target[written + k] = source[read + k]
     fence()  # the caller tells other threads next (R3, R5)
 
 
 def move_plainly(
-    target_arena: Bits, target_ids: Int32s, source_arena: Bits, source_ids: Int32s
+    target: Bits, target_ids: Int32s, source: Bits, source_ids: Int32s, frame_bytes: int
 ) -> None:
     """The same under NUMBA_DISABLE_JIT=1, where instructions have no Python form."""
-    target_arena[target_ids] = source_arena[source_ids]
+    target.reshape(-1, frame_bytes)[target_ids] = source.reshape(-1, frame_bytes)[source_ids]
 
 
 @compiled

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .decide import PLANNED, clear_marks, computed_after, stored_after, writes_shared
+from .frames import device_at
 from .issue import allow_for_rounds
 from .jit import compiled
 from .residency import (
     arrive,
-    device_at,
     enter_residency,
     give_device_frame,
     list_fill,
@@ -94,7 +94,7 @@ def note_waits(state: State, f: int) -> None:
 @compiled
 def new_block(state: State, namespace: int) -> int:
     """A fresh block on the device, named by one RESIDENT table entry to come. O(1)."""
-    f = take_device_frame(state)  # first: an eviction may have to free the id that `b` gets
+    f = take_device_frame(state, 0)  # first: an eviction may have to free the id that `b` gets
     b = take_block(state)
     former = state.frames[device_at(state, f)].namespace
     if state.ledger[0].clears and former != 0 and former != namespace:

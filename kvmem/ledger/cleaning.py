@@ -16,17 +16,11 @@ blocks they stand on, the host list keeps that order (R4).
 from __future__ import annotations
 
 from . import lru
-from .free_list import take_free
+from .copies import host_frame_beside, plan_copy_out
+from .frames import device_at, host_at
+from .free_list import take_free_beside
 from .jit import compiled
-from .residency import (
-    device_at,
-    evict_host,
-    give_host_frame,
-    host_at,
-    is_clean,
-    plan_copy_out,
-    settle_lists,
-)
+from .residency import evict_host, give_host_frame, is_clean, settle_lists
 from .state import (
     DEVICE,
     HOST,
@@ -61,7 +55,7 @@ def host_frame_for(state: State, b: int) -> int:
     h = int(state.blocks[b].host_frame)
     if h:
         return h
-    h = take_free(state, HOST)
+    h = take_free_beside(state, HOST, host_frame_beside(state, int(state.blocks[b].device_frame)))
     if h == 0:
         h = int(state.pools[HOST].oldest)
         if h == 0 or state.frames[host_at(state, h)].fence_out > state.ledger[0].last_out:

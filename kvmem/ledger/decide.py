@@ -202,6 +202,15 @@ def has_hash(hashes: NDArray[np.int64], row_hash: int) -> bool:
 
 
 @compiled
+def add_hash(hashes: NDArray[np.int64], row_hash: int) -> None:
+    """Note that a row of this step computes the block of this hash. O(1)."""
+    i = row_hash % hashes.shape[0]
+    while hashes[i] != NO_HASH and hashes[i] != row_hash:
+        i = (i + 1) % hashes.shape[0]
+    hashes[i] = row_hash
+
+
+@compiled
 def add_hashes(state: State, row_at: Rows, row_hash: int, hashes: NDArray[np.int64]) -> None:
     """Note the known full blocks that a planned row computes in this step. O(its tokens)."""
     row = row_at[0]
@@ -213,10 +222,7 @@ def add_hashes(state: State, row_at: Rows, row_hash: int, hashes: NDArray[np.int
     i = stored_after(state, row_at) // block_size
     end = computed_after(state, row_at) + int(row.num_tokens)
     while True:
-        at = row_hash % hashes.shape[0]
-        while hashes[at] != NO_HASH and hashes[at] != row_hash:
-            at = (at + 1) % hashes.shape[0]
-        hashes[at] = row_hash
+        add_hash(hashes, row_hash)
         i += 1
         if i >= known or i * block_size >= end:
             return

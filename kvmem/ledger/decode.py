@@ -9,10 +9,12 @@ records are read once; else the general way is taken, which is right for every b
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .carry_out import new_block, note_waits, remember_row
-from .decide import PLANNED
+from .decide import NO_HASH, PLANNED, add_hash, has_hash
 from .jit import compiled
+from .sequence import path_end
 from .state import DEVICE, GROUP, RESIDENT, Rows, State
 from .step_arrays import (
     EPOCH,
@@ -24,6 +26,7 @@ from .step_arrays import (
     NUM_TOKENS,
     Batch,
 )
+from .trie import hash_row, parent_hash
 
 NEW_BLOCK = 0
 NOT_PLAIN = -1
@@ -69,18 +72,42 @@ def offer_row(state: State, batch: Batch, i: int) -> int:
 
 
 @compiled
-def offer_decode(state: State, batch: Batch, rows: Rows, budget: int, reserve: int) -> bool:
+def waits_for_another(state: State, batch: Batch, i: int, hashes: NDArray[np.int64]) -> bool:
+    """True when row `i` completes a block that an earlier row completes too: with a budget it waits
+    for that one (decide.py). Else its block is noted in `hashes`. O(block_size), mostly O(1)."""
+    sequence = state.sequences[batch.seqs[i]]
+    block_size = state.node_keys.shape[1]
+    begin = sequence.num_published * block_size
+    if begin + block_size != batch.seq_lens[i]:
+        return False  # it completes none, or one before it is not published
+    parent = path_end(state, int(batch.seqs[i]))
+    row_hash = hash_row(state, parent_hash(state, parent), int(sequence.keys_start + begin))
+    if has_hash(hashes, row_hash):
+        return True
+    if sequence.publish:
+        add_hash(hashes, row_hash)
+    return False
+
+
+@compiled
+def offer_decode(
+    state: State, batch: Batch, rows: Rows, budget: int, reserve: int, hashes: NDArray[np.int64]
+) -> bool:
     """Fill the arrays of a plain batch; False when it isn't one, or there is no room for it: then
-    they hold nothing of worth. Nothing else is written. O(rows)."""
+    they hold nothing of worth. Nothing else is written, but `hashes` with a budget (`budget` >= 0).
+    O(rows)."""
     block_size = state.node_keys.shape[1]
     num_rows = rows.shape[0]
-    if block_size == 1 or budget >= 0:
-        return False  # a block of one token may be a hit; with a budget, rows may wait for another
+    has_budget = budget >= 0
+    if block_size == 1 or (has_budget and budget < num_rows):
+        return False  # a block of one token may be a hit
+    if has_budget:
+        hashes[:] = NO_HASH
     new_blocks = 0
     longest = 0
     for i in range(num_rows):
         b = offer_row(state, batch, i)
-        if b == NOT_PLAIN:
+        if b == NOT_PLAIN or (has_budget and waits_for_another(state, batch, i, hashes)):
             return False
         rows[i].tail = b
         if b == NEW_BLOCK:

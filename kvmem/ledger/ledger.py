@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from kvmem.plan import Plan
 
 from . import decide, ops_sequences, ops_steps, ops_tiers
+from .empty_state import make_state
 from .growth import span_capacity
 from .raising import Refusal, refuse
 from .sealing import NO_PLAN, SealingState
-from .state import DEVICE, FREED, GROUP, NO_SEQUENCE, RESIDENT, SWAPPED, make_state
+from .state import DEVICE, FREED, GROUP, NO_SEQUENCE, RESIDENT, SWAPPED
 from .step_arrays import HAS_PLAN, IS_FILLED, NUM_TOKENS, WANTS_CLEANING, StepArrays
 from .verify import verify
 
@@ -39,6 +40,7 @@ class Ledger(SealingState):
         watermarks: tuple[int, int] = (0, 0),
         record_fills: bool = False,
         clears: bool = False,
+        quarantine: bool = False,
         hash_seed: int | None = None,
     ) -> None:
         self.block_size = block_size
@@ -50,6 +52,7 @@ class Ledger(SealingState):
             watermarks=watermarks,
             record_fills=record_fills,
             clears=clears,
+            quarantine=quarantine,
             hash_seed=secrets.randbits(128) if hash_seed is None else hash_seed,
         )
         super().__init__(state)
@@ -186,8 +189,9 @@ class Ledger(SealingState):
         """Ask for a step in these arrays and, with `act`, plan it; the code, never one to grow."""
         budget = -1 if max_tokens is None else max_tokens
         if budget > 0:
-            known = int(self.state.sequences["num_tokens"][seqs].sum()) if len(seqs) else 0
-            size = 2 * (min(budget, known) // self.block_size + 2 * len(seqs)) + 16
+            many = budget > 65536  # else counting costs more than the room that it saves
+            known = self.state.sequences["num_tokens"][seqs].sum() if many else budget
+            size = 2 * (min(budget, int(known)) // self.block_size + 2 * len(seqs)) + 16
             if size > len(self._hashes):
                 self._hashes = np.zeros(size, np.int64)
         hashes = self._hashes if budget > 0 else self._hashes[:1]
@@ -213,10 +217,8 @@ class Ledger(SealingState):
         reserve: int = 0,
         need_all: bool = True,
     ) -> tuple[Plan, StepArrays]:
-        """Plan a step over these sequences, see decide.py. Raises Refusal, changing nothing.
-
-        The arrays are used again by the second step planned after this one has ended.
-        """
+        """Plan a step over these sequences, see decide.py. Raises Refusal, changing nothing. The
+        arrays are used again by the second step planned after this one has ended."""
         arrays = self._take_arrays()
         code = self._decide(
             arrays, seqs, num_tokens, max_tokens, reserve, need_all=need_all, act=True

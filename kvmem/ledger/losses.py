@@ -45,11 +45,12 @@ def let_go(state: State, addresses: Addresses, failure: Failure) -> tuple[list[L
                 spoiled.add(step)
     # one that has given up blocks since is linked to them by its copies in alone
     left = (sequences["state"] > 0) & (sequences["left_in"] >= failure.first_in)
-    void = left & (sequences["last_step"] > failure.epoch) & (sequences["step"] == 0)
+    stepped = left & (sequences["last_step"] > failure.epoch)
     told = {loss.record for loss in losses}
-    for s in np.flatnonzero(void).tolist():
-        if s not in told:
-            losses.append(Loss(s, int(sequences["num_stored"][s]), is_void=True))
+    for s in np.flatnonzero(stepped).tolist():
+        if s not in told:  # the sample of an open step is still to come, over what it has now
+            is_void = not sequences["step"][s]
+            losses.append(Loss(s, int(sequences["num_stored"][s]), is_void))
     return losses, spoiled
 
 

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .address import Addresses
+from .frames import host_at
 from .free_list import give_free
 from .jit import compiled, entry_point
-from .residency import host_at, settle, settle_lists, vacate_host
+from .residency import settle, settle_lists, vacate_host
 from .sequence import cut_lost
 from .state import GROUP, HOST, LOST, UNSAVED, State, opened
 from .trie import remove_node

@@ -52,7 +52,7 @@ def plan_step(
     """
     state, batch = opened(addresses), opened_batch(batch_addresses)
     rows = batch.rows[:num_rows]
-    if act and not is_limited and offer_decode(state, batch, rows, budget, reserve):
+    if act and not is_limited and offer_decode(state, batch, rows, budget, reserve, hashes):
         plan_decode(state, batch, rows)
         seal(state, batch.report)
         return OK

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from .address import Addresses
 from .cleaning import copy_queued, sweep, wants_cleaning
+from .copies import plan_copy_out, sort_rows
 from .decide import IN_STEP, NO_DEVICE_ROOM, NO_HOST_ROOM, OK, count_block
+from .frames import device_at, host_at
 from .free_list import give_free
 from .issue import allow_for_rounds
 from .jit import compiled, entry_point
@@ -20,9 +22,7 @@ from .residency import (
     evict_device,
     evict_host,
     give_host_frame,
-    host_at,
     is_clean,
-    plan_copy_out,
     release_busy,
     settle,
     take_host_frame,
@@ -63,16 +63,24 @@ def unmark_tables(state: State, seqs: Ids) -> None:
 
 @compiled
 def save_table(state: State, s: int) -> None:
-    """Give each dirty block of a SWAPPED table a host frame and list its copy. O(blocks)."""
+    """Give each dirty block of a SWAPPED table a host frame and list its copy, in the order of the
+    device frames: that makes runs (copies.py). O(blocks log blocks)."""
     ledger, table = state.ledger[0], state.tables[s, GROUP]
+    end = begin = int(ledger.num_out)
     for j in range(table.start, table.start + table.num_blocks):
         b = int(state.table[j])
         if not is_clean(state, b):
-            if state.blocks[b].host_frame == 0:
-                give_host_frame(state, b, take_host_frame(state))
-            plan_copy_out(state, b)
+            state.out_list[end, 0] = state.blocks[b].device_frame  # a row that is filled below
+            end += 1
         elif state.frames[host_at(state, state.blocks[b].host_frame)].fence_out <= ledger.last_out:
             ledger.clean_swap_outs += 1  # else it was copied a moment ago, for another owner
+    sort_rows(state.out_list, begin, end, 0, False)
+    for i in range(begin, end):
+        f = int(state.out_list[i, 0])
+        b = int(state.frames[device_at(state, f)].block)
+        if state.blocks[b].host_frame == 0:
+            give_host_frame(state, b, take_host_frame(state, f))
+        plan_copy_out(state, b)
 
 
 @entry_point

@@ -7,8 +7,9 @@ in order, so a published block's parent is always published.
 from __future__ import annotations
 
 from .cleaning import queue_block
+from .frames import device_at
 from .jit import compiled
-from .residency import device_at, enter_residency, settle, settle_lists
+from .residency import enter_residency, settle, settle_lists
 from .sequence import entry, path_end, release_entry
 from .state import GROUP, RESIDENT, WRITE_THROUGH, State
 from .trie import find_child, hash_row, insert_node, parent_hash

@@ -15,7 +15,16 @@ from __future__ import annotations
 import numpy as np
 
 from . import lru
-from .free_list import give_free, take_free
+from .copies import (
+    cancel_copy_out,
+    device_frame_beside,
+    host_frame_beside,
+    match_frames,
+    plan_copy_in,
+    plan_copy_out,
+)
+from .frames import device_at, host_at
+from .free_list import give_free, take_free, take_free_beside
 from .issue import issue_copies
 from .jit import compiled
 from .state import (
@@ -35,18 +44,6 @@ from .state import (
     State,
 )
 from .trie import has_children, remove_node
-
-
-@compiled
-def device_at(state: State, f: int) -> int:
-    """The index in `state.frames` of a device frame. O(1)."""
-    return int(state.pools[DEVICE].first + f)
-
-
-@compiled
-def host_at(state: State, h: int) -> int:
-    """The index in `state.frames` of a host frame. O(1)."""
-    return int(state.pools[HOST].first + h)
 
 
 @compiled
@@ -172,44 +169,6 @@ def is_clean(state: State, b: int) -> bool:
 
 
 @compiled
-def plan_copy_out(state: State, b: int) -> None:
-    """List the copy of a block's device frame to its host frame, with its orderings (R6). O(1)."""
-    ledger, block = state.ledger[0], state.blocks[b]
-    source = state.frames[device_at(state, block.device_frame)]
-    target = state.frames[host_at(state, block.host_frame)]
-    i = ledger.num_out
-    state.out_list[i, 0] = block.device_frame
-    state.out_list[i, 1] = block.host_frame
-    state.out_list[i, 2] = block.num_tokens
-    state.out_list[i, 3] = target.generation
-    block.bits &= ~UNSAVED
-    ledger.num_out += 1
-    ledger.blocks_out += 1
-    ledger.out_opened = 1
-    ledger.out_after_step = max(ledger.out_after_step, source.last_use)
-    ledger.out_after_in = max(ledger.out_after_in, source.fence_in, target.fence_in)
-    source.fence_out = ledger.last_out + 1
-    target.fence_out = ledger.last_out + 1
-    target.num_tokens = block.num_tokens
-
-
-@compiled
-def cancel_copy_out(state: State, h: int) -> None:
-    """Unlist a copy of this plan whose host frame is taken again before it began. O(copies)."""
-    ledger = state.ledger[0]
-    if state.frames[host_at(state, h)].fence_out <= ledger.last_out:
-        return
-    for i in range(ledger.num_out - 1, -1, -1):
-        if state.out_list[i, 1] == h:
-            for j in range(i, ledger.num_out - 1):  # keeps the order of the others
-                for k in range(4):
-                    state.out_list[j, k] = state.out_list[j + 1, k]
-            ledger.num_out -= 1
-            ledger.blocks_out -= 1
-            return
-
-
-@compiled
 def evict_host(state: State) -> int:
     """Part the oldest cached copy from its host frame and return the frame, 0 when every host
     frame is owned. O(1)."""
@@ -249,12 +208,12 @@ def begin_round(state: State) -> None:
 
 
 @compiled
-def take_host_frame(state: State) -> int:
-    """A host frame: free, else the oldest cached copy goes; 0 when all are owned. Under exclusive
-    what the plan copied in so far gives up its host frames first. O(1), a new round O(its copies).
-    """
+def take_host_frame(state: State, f: int) -> int:
+    """A host frame for what device frame `f` holds: free, at best the one that continues the run of
+    copies, else the oldest cached copy goes; 0 when all are owned. Under exclusive what the plan
+    copied in so far gives up its host frames first. O(1), a new round O(its copies)."""
     ledger = state.ledger[0]
-    h = take_free(state, HOST)
+    h = take_free_beside(state, HOST, host_frame_beside(state, f))
     if h == 0 and ledger.may_evict > 0:
         ledger.may_evict -= 1
     elif h == 0 and ledger.tier_policy == EXCLUSIVE and ledger.num_in > ledger.in_begin:
@@ -278,7 +237,7 @@ def save_to_host(state: State, b: int) -> None:
     """Copy an evicted dirty block to the host tier if a frame can be had there. O(1)."""
     leave_list(state, b, IN_HOST_LRU)  # an incomplete copy must not be its own victim
     if state.blocks[b].host_frame == 0:
-        h = take_host_frame(state)
+        h = take_host_frame(state, int(state.blocks[b].device_frame))
         if h:
             give_host_frame(state, b, h)
     if state.blocks[b].host_frame:
@@ -328,9 +287,10 @@ def evict_device(state: State) -> int:
 
 
 @compiled
-def take_device_frame(state: State) -> int:
-    """A device frame that holds nothing, free or evicted; the caller knows there is one. O(1)."""
-    f = take_free(state, DEVICE)
+def take_device_frame(state: State, beside: int) -> int:
+    """A device frame that holds nothing: free, at best `beside` (0: any), or evicted; the caller
+    knows there is one. O(1)."""
+    f = take_free_beside(state, DEVICE, beside)
     if f:
         return f
     return evict_device(state)
@@ -343,25 +303,6 @@ def give_device_frame(state: State, b: int, f: int, namespace: int) -> None:
     state.blocks[b].device_frame = f
     frame.block = b
     frame.namespace = namespace if namespace <= MAX_NAMESPACE else -1
-
-
-@compiled
-def plan_copy_in(state: State, b: int) -> None:
-    """List the copy of a block's host frame to its fresh device frame (R6). O(1)."""
-    ledger, block = state.ledger[0], state.blocks[b]
-    source = state.frames[host_at(state, block.host_frame)]
-    target = state.frames[device_at(state, block.device_frame)]
-    i = ledger.num_in
-    state.in_list[i, 0] = block.host_frame
-    state.in_list[i, 1] = block.device_frame
-    state.in_list[i, 2] = block.num_tokens
-    state.in_list[i, 3] = source.generation
-    ledger.num_in += 1
-    ledger.blocks_in += 1
-    ledger.in_after_step = max(ledger.in_after_step, target.last_use)
-    ledger.in_after_out = max(ledger.in_after_out, source.fence_out, target.fence_out)
-    source.fence_in = ledger.last_in + 1
-    target.fence_in = ledger.last_in + 1
 
 
 @compiled
@@ -388,13 +329,16 @@ def leave_residency(state: State, b: int, epoch: int) -> None:
 def arrive(state: State, start: int, num_blocks: int, namespace: int) -> int:
     """Give each block of a RESIDENT table a device frame and fill its frame table; return the in
     transfer that completes them, 0 none. Room was counted before. O(blocks)."""
-    fence = np.int64(0)
+    ledger, begin, fence = state.ledger[0], int(state.ledger[0].num_in), np.int64(0)
     for i in range(start, start + num_blocks):
         b = int(state.table[i])
         if state.blocks[b].device_frame == 0:
-            give_device_frame(state, b, take_device_frame(state), namespace)
+            beside = device_frame_beside(state, int(state.blocks[b].host_frame))
+            give_device_frame(state, b, take_device_frame(state, beside), namespace)
             plan_copy_in(state, b)
-        f = state.blocks[b].device_frame
+    match_frames(state, max(begin, int(ledger.in_begin)))
+    for i in range(start, start + num_blocks):
+        f = state.blocks[state.table[i]].device_frame
         state.frame_table[i] = f
         fence = max(fence, state.frames[device_at(state, f)].fence_in)
     return fence

@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from .frames import host_at
 from .jit import compiled
-from .residency import enter_residency, host_at, leave_residency, settle, settle_lists
+from .residency import enter_residency, leave_residency, settle, settle_lists
 from .spans import TABLE, TOKENS, give_span
 from .state import GROUP, RESIDENT, SWAPPED, WAITING, State
 from .trie import remove_node

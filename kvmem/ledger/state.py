@@ -128,7 +128,9 @@ POOL = np.dtype(  # one per group and tier
         ("first", "i8"),  # index in `frames` of this pool's frame 0
         ("num_frames", "i4"),  # usable frames, without the reserved frame 0
         ("num_free", "i4"),  # R1
-        ("free_head", "i4"),  # linked through FRAME.next
+        ("free_head", "i4"),  # linked through FRAME.previous / next
+        ("free_tail", "i4"),
+        ("quarantine", "i4"),  # 1: a frame given back is the last to be taken again
         ("num_evictable", "i4"),  # length of the LRU list (R2)
         ("oldest", "i4"),  # LRU ends, linked through FRAME.previous / next
         ("newest", "i4"),
@@ -152,7 +154,7 @@ BLOCK = np.dtype(
 FRAME = np.dtype(
     [
         ("block", "i4"),  # 0: free (or reserved)
-        ("previous", "i4"),  # in the LRU: the next older frame
+        ("previous", "i4"),  # in the LRU: the next older frame; on the free list: the one before
         ("next", "i4"),  # in the LRU: the next newer; on the free list: the next free
         ("generation", "u4"),  # number of its reuse (R11)
         ("last_use", "i8"),  # device: last step of a sequence that could touch it (R6)
@@ -317,84 +319,7 @@ def grown(array: NDArray[Any], length: int) -> NDArray[Any]:
     return bigger
 
 
-def make_hash_keys(seed: int, block_size: int) -> NDArray[np.int64]:
-    """The random numbers that the trie hashes with, from a secret seed."""
-    low, high = -(2**63), 2**63 - 1
-    return np.random.default_rng(seed).integers(low, high, block_size + 2, np.int64, endpoint=True)
-
-
 def metadata_bytes_per_block(block_size: int, num_groups: int = 1) -> int:
     """Bytes of records per frame of either tier, without the token row itself."""
     index_bytes = 3 * 4 // 2  # one and a half index entries a node
     return BLOCK.itemsize + FRAME.itemsize + NODE.itemsize + 4 * num_groups + index_bytes
-
-
-def make_state(
-    *,
-    device_blocks: int,
-    host_blocks: int,
-    block_size: int,
-    tier_policy: str,
-    watermarks: tuple[int, int],
-    record_fills: bool,
-    clears: bool,
-    hash_seed: int,
-) -> State:
-    """Build the empty ledger: every frame, block id and node is free. `hash_seed` is a secret that
-    nobody outside can guess: no crafted tokens collide then (trie.py). O(frames)."""
-    counts = (device_blocks, host_blocks)
-    num_blocks = 1 + sum(counts)
-    ledger = records(1, LEDGER)
-    ledger["num_groups"] = 1
-    ledger["block_size"] = block_size
-    ledger["tier_policy"] = TIER_POLICIES[tier_policy]
-    ledger["clean_low"], ledger["clean_high"] = watermarks
-    ledger["record_fills"] = record_fills
-    ledger["clears"] = clears and not record_fills
-    pools = records(NUM_TIERS, POOL)
-    frames = records(sum(count + 1 for count in counts), FRAME)
-    first = 0
-    for tier, count in enumerate(counts):
-        pool = pools[tier : tier + 1]
-        pool["first"] = first
-        pool["num_frames"] = pool["num_free"] = count
-        pool["free_head"] = 1 if count else 0
-        # ascending, so that blocks taken together lie together and their copies coalesce
-        frames["next"][first + 1 : first + count] = np.arange(2, count + 1)
-        first += count + 1
-    blocks = records(num_blocks, BLOCK)
-    blocks["node"][1:-1] = np.arange(2, num_blocks)
-    nodes = records(num_blocks, NODE)
-    nodes["parent"][1:-1] = np.arange(2, num_blocks)
-    ledger["block_free"] = ledger["node_free"] = 1 if num_blocks > 1 else 0
-    spans = records(2 * NUM_SPAN_CLASSES, SPAN_CLASS)
-    spans["free_head"] = -1
-    sequences = records(65, SEQUENCE)
-    sequences["next_free"][1:-1] = np.arange(2, 65)
-    ledger["sequence_free"] = 1
-    fills = 4 * device_blocks + 4 if record_fills or clears else 1
-    return State(
-        ledger=ledger,
-        pools=pools,
-        blocks=blocks,
-        frames=frames,
-        nodes=nodes,
-        node_blocks=np.zeros((num_blocks, 1), np.int32),
-        node_keys=np.zeros((num_blocks, block_size), np.int32),
-        index=np.zeros(max(16, num_blocks * 3 // 2), np.int32),
-        hash_keys=make_hash_keys(hash_seed, block_size),
-        lookahead=np.zeros(LOOKAHEAD, np.int64),
-        namespaces=records(8, NAMESPACE),
-        sequences=sequences,
-        tables=records((65, 1), TABLE),
-        spans=spans,
-        tokens=np.zeros(1 << 12, np.int32),
-        table=np.zeros(1 << 8, np.int32),
-        frame_table=np.zeros(1 << 8, np.int32),
-        out_list=np.zeros((64, 4), np.int32),
-        in_list=np.zeros((64, 4), np.int32),
-        copy_list=np.zeros((64, 3), np.int32),
-        fill_list=np.zeros(fills, np.int32),
-        to_clean=np.zeros(num_blocks, np.int32),
-        rounds=np.zeros((MAX_ROUNDS, COPIES), np.int64),
-    )

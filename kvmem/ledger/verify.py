@@ -124,6 +124,8 @@ def check_pool(state: State, tier: int) -> None:
     first = int(pool["first"])
     frames = state.frames[first : first + count + 1]
     free = walk(frames["next"], int(pool["free_head"]), count, "R1", f"{name} free list")
+    back = walk(frames["previous"], int(pool["free_tail"]), count, "R1", f"{name} free list back")
+    require(free == back[::-1], "R1", f"the {name} free list reads otherwise backwards")
     require(len(free) == pool["num_free"], "R1", f"{name} num_free is {pool['num_free']}")
     holders = state.blocks[FRAME_FIELD[tier]]
     used = np.flatnonzero(holders)

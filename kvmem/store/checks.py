@@ -1,4 +1,4 @@
-"""What ``debug=True`` adds to the store: poison, guard frames, checksums (R11).
+"""What ``debug=True`` adds to the store: poison, guard frames, quarantine, checksums (R11).
 
 A simulated device has the poison without ``debug`` too.
 """
@@ -122,4 +122,14 @@ class Checks(Poison):
             bad = np.flatnonzero(arena.bytes[0])
             if bad.size:
                 found.append(f"{arena.name} null frame 0 was written at byte {bad[0]}")
+        return found
+
+    def written(self, frames: FrameIds) -> list[str]:
+        """Which of these device frames, in quarantine since they were vacated, were written to."""
+        bits = self._bits(self._device)
+        found = []
+        for frame in frames.tolist():
+            bad = np.flatnonzero(bits[frame] != self._pattern)
+            if bad.size:
+                found.append(f"device frame {frame} was written at element {bad[0]} while free")
         return found

@@ -22,6 +22,7 @@ from kvmem.errors import CorruptEntry, DeviceUnavailable, ManagerClosed
 from kvmem.fork import ForkGuard
 from kvmem.store.arena import Arena
 from kvmem.store.device import (
+    NOTHING_MOVED,
     Access,
     Device,
     Fence,
@@ -80,8 +81,7 @@ class _State:
     def count(self, stream: Stream, moved: Moved | None) -> None:
         """Add finished work to the counters of a stream (case 35: never before it is done)."""
         if moved is not None:
-            old = self.moved.get(stream, Moved(0, 0))
-            self.moved[stream] = Moved(old.frames + moved.frames, old.num_bytes + moved.num_bytes)
+            self.moved[stream] = self.moved.get(stream, NOTHING_MOVED) + moved
 
     def fail(self, error: BaseException) -> None:
         """Enter the failed state: drop what is queued and wake everyone who waits (R8)."""
@@ -200,7 +200,7 @@ class CpuDevice(Device):
         """Queue the copy; the worker releases the GIL while bytes move."""
         run = partial(_copy, self._state, stream, target, target_ids, source, source_ids)
         if moved is None:
-            moved = Moved.whole(target, target_ids)
+            moved = Moved.whole(target, target_ids, source_ids)
         self._submit(stream, _Work(run=run, moved=moved, ticket=ticket))
 
     def launch(
@@ -224,7 +224,7 @@ class CpuDevice(Device):
     def moved(self, stream: Stream) -> Moved:
         """Counted when the work had ended."""
         with self._state.changed:
-            return self._state.moved.get(stream, Moved(0, 0))
+            return self._state.moved.get(stream, NOTHING_MOVED)
 
     @property
     def error(self) -> BaseException | None:

@@ -45,6 +45,14 @@ class Ids(NamedTuple):
         check_frames(f"{name}_host", ids.host, num_blocks[1])
         return ids
 
+    def in_runs(self) -> Ids:
+        """The same pairs, so that those that follow each other in both arenas stand together: by
+        device frame. Their order is free, since no two copies of a transfer share a frame."""
+        if len(self.device) < 2:
+            return self
+        order = np.argsort(self.device, kind="stable")
+        return Ids(self.device[order], self.host[order], self.tokens[order])
+
 
 class TransferQueue:
     """Fences of the transfers that are not known to be done. Guarded by the store's lock."""
@@ -70,6 +78,15 @@ class TransferQueue:
         self.retired()
         index = transfer_id - self._first
         return self.pending[index] if index >= 0 else None
+
+    def submitted(self, transfer_id: int) -> Fence | None:
+        """The same; ``ValueError`` for an id that was never recorded."""
+        if not 0 <= transfer_id <= self.last:
+            raise ValueError(
+                f"{self._stream.name.lower()} transfer {transfer_id} was never submitted; the "
+                f"last is {self.last}"
+            )
+        return self.fence(transfer_id)
 
     def retired(self) -> int:
         """The last id that is done. The stream is a FIFO, so all before it are done as well."""

@@ -7,6 +7,7 @@ step's fence, which later copies wait for.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -28,10 +29,10 @@ from kvmem.geometry import RESERVED_FRAMES, arena_frames
 from kvmem.store.arena import Arena
 from kvmem.store.checks import Checks, Filler, Poison
 from kvmem.store.compute import Compute
-from kvmem.store.device import Device, Moved, Stream, Ticket
+from kvmem.store.device import Device, FrameIds, Moved, Stream, Ticket
 from kvmem.store.layout import Layout, StoreConfig
 from kvmem.store.making import make_device
-from kvmem.store.order import StepFences, check_frames, own_copy
+from kvmem.store.order import StepFences, TransferQueue, check_frames, own_copy
 from kvmem.store.staged import StagedCompute
 from kvmem.store.transfer import DEVICE, HOST, Slice, Transfers
 from kvmem.store.transfer_clock import TransferObserver
@@ -85,7 +86,9 @@ class Store:
             self.device, self.layout, (self._device_arena, self._host_arena), self._steps,
             checks=self._checks, filler=filler,
         )  # fmt: skip
-        self._transfers = {"out": self._moves.out, "in": self._moves.into}
+        self._transfers: dict[Direction, TransferQueue] = {
+            "out": self._moves.out, "in": self._moves.into
+        }  # fmt: skip
         self._closed = False
         self._fork = ForkGuard()
 
@@ -168,19 +171,21 @@ class Store:
         if timeout is not None and not (timeout >= 0 or math.isinf(timeout)):
             raise ValueError(f"timeout {timeout} s; allowed: None or a number >= 0")
         with self._lock:
-            queue = self._transfers[direction]
-            if not 0 <= transfer_id <= queue.last:
-                raise ValueError(
-                    f"{direction} transfer {transfer_id} was never submitted; the last is "
-                    f"{queue.last}"
-                )
-            fence = queue.fence(transfer_id)
+            fence = self._transfers[direction].submitted(transfer_id)
         if fence is None:
             return True
         try:
             return self.device.synchronize(fence, None if timeout == math.inf else timeout)
         except DeviceUnavailable as error:
             raise TransferError(str(error)) from self.error
+
+    def wait_for_room(self, limit: int) -> None:
+        """With ``limit`` transfers of a direction on the way: wait until half of them are done, or
+        the device failed, which the next call tells."""
+        for direction, queue in self._transfers.items():
+            if len(queue.pending) >= limit:
+                with contextlib.suppress(TransferError):
+                    self.wait(direction, queue.last - limit // 2)
 
     @property
     def observers(self) -> tuple[TransferObserver, ...]:
@@ -296,7 +301,8 @@ class Store:
         """Blocks and bytes moved up to now, counted at the device when the work had ended.
 
         ``out_*`` device to host, ``in_*`` host to device, ``copied_*`` on the device (copy on
-        write; its bytes are those of the filled slots). ``*_arena_bytes`` is the memory of a tier.
+        write; its bytes are those of the filled slots). ``*_runs`` are contiguous pieces of these,
+        ``*_arena_bytes`` is the memory of a tier.
         """
         self._check_open()
         counts: dict[str, int] = {}
@@ -305,6 +311,7 @@ class Store:
             moved = self.device.moved(stream)
             counts[f"{name}_blocks"] = moved.frames
             counts[f"{name}_bytes"] = moved.num_bytes
+            counts[f"{name}_runs"] = moved.runs
         counts["device_arena_bytes"] = self._device_arena.num_bytes
         counts["host_arena_bytes"] = self._host_arena.num_bytes if self._host_arena else 0
         return counts
@@ -315,10 +322,16 @@ class Store:
         both = {"device": self._device_arena, "host": self._host_arena}
         return {name: arena for name, arena in both.items() if arena is not None}
 
-    def check_guards(self) -> list[str]:
-        """Breaches of the guard and null frames, in words; empty without ``debug``."""
+    def check_guards(self, free: FrameIds | None = None) -> list[str]:
+        """Breaches of the guard and null frames, and of device frames that are free and whose
+        fill is known to be done, in words; empty without ``debug``."""
         self._check_open()
-        return [] if self._checks is None else self._checks.breaches()
+        if self._checks is None:
+            return []
+        if free is None or not len(free):
+            return self._checks.breaches()
+        self.device.read_back(self._device_arena, free)
+        return self._checks.breaches() + self._checks.written(free)
 
     @property
     def closed(self) -> bool:
@@ -351,7 +364,7 @@ class Store:
             self._compute.copy_on_write(source, target, tokens),
             reads=((arena, source),),
             writes=((arena, target),),
-            moved=Moved(len(source), int(tokens.sum()) * self.layout.token_bytes),
+            moved=Moved(len(source), int(tokens.sum()) * self.layout.token_bytes, len(source)),
         )
 
     def _views(self, tier: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

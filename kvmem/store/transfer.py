@@ -17,7 +17,7 @@ from kvmem.errors import CorruptEntry
 from kvmem.plan import Plan
 from kvmem.store.arena import Arena
 from kvmem.store.checks import Checks, Filler
-from kvmem.store.device import Device, Fence, FrameIds, Moved, Stream, Ticket
+from kvmem.store.device import Device, Fence, FrameIds, Moved, Stream, Ticket, num_runs
 from kvmem.store.layout import Layout
 from kvmem.store.order import Ids, StepFences, TransferQueue, check_frames, check_order, own_copy
 from kvmem.store.transfer_clock import TransferObserver, copy_watched
@@ -72,7 +72,7 @@ class Transfers:
         check_frames("fill_frames", fills, num_blocks[DEVICE])
         self._check_generations(plan, into)
         self.check_order(plan)
-        return Parts(out, into, fills)
+        return Parts(out.in_runs(), into.in_runs(), fills)
 
     def check_order(self, plan: Plan) -> None:
         """``ValueError`` unless the plan comes next and waits for nothing that comes after it."""
@@ -82,7 +82,7 @@ class Transfers:
         """Queue what ``checked`` has let through; never waits."""
         if plan.out_id:
             if len(plan.out_generation):
-                self._written[parts.out.host] = plan.out_generation
+                self._written[plan.out_host] = plan.out_generation
             self.submit_out(plan, parts.out, parts.fills)
         if plan.in_id:
             self.submit_in(plan, parts.into)
@@ -145,7 +145,7 @@ class Transfers:
                 for ids in (into.device, into.host)
             )
             frames = len(into.host) if behind == layers else 0  # counted with the last slice
-            moved = Moved(frames, len(to) * target.frame_bytes)
+            moved = Moved(frames, len(to) * target.frame_bytes, num_runs(to, origins))
             copy_watched(
                 self.observers, device, Stream.IN, target, to, origin, origins, ticket, moved
             )

@@ -55,7 +55,7 @@ def copy_watched(
 ) -> None:
     """``device.copy_async``, between the two notes of a clock where somebody watches."""
     if moved is None:
-        moved = Moved.whole(target, target_ids)
+        moved = Moved.whole(target, target_ids, source_ids)
     if not observers:
         device.copy_async(stream, target, target_ids, source, source_ids, ticket, moved)
         return

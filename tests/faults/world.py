@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 import kvmem
-from kvmem.ledger.state import DEVICE, GROUP, HOST, make_hash_keys
+from kvmem.ledger.empty_state import make_hash_keys
+from kvmem.ledger.state import DEVICE, GROUP, HOST
 from kvmem.sim_options import SimOptions
 from kvmem.store.device import Stream
 

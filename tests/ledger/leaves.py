@@ -21,6 +21,15 @@ def take_free(state: State, tier: int) -> int:
 
 
 @entry_point
+def _take_free_beside(addresses: Addresses, tier: int, wanted: int) -> int:
+    return free_list.take_free_beside(opened(addresses), tier, wanted)
+
+
+def take_free_beside(state: State, tier: int, wanted: int) -> int:
+    return _take_free_beside(addresses_of(state, LAYOUT), tier, wanted)
+
+
+@entry_point
 def _give_free(addresses: Addresses, tier: int, f: int) -> None:
     free_list.give_free(opened(addresses), tier, f)
 

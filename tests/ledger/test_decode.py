@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvmem.ledger import Refusal, StepArrays
-from kvmem.ledger.decide import PLANNED
+from kvmem.ledger.decide import ARRIVING, PLANNED
 from kvmem.ledger.state import RESIDENT
 from tests.ledger.play import Play, ids
 
@@ -50,7 +50,7 @@ class Pair:
 
     def __init__(self, **sizes: Any) -> None:
         self.plays = (Play(**sizes), Play(**sizes))
-        self.num_plain = 0
+        self.num_plain = self.num_plain_of_budget = 0
 
     def each(self, act: Any) -> Any:
         """Do the same to both, which must answer the same."""
@@ -73,6 +73,7 @@ class Pair:
         assert shown(one) == shown(other)
         assert not was_plain(other)
         self.num_plain += was_plain(one)
+        self.num_plain_of_budget += was_plain(one) and budget is not None
         self.each(lambda play: play.meaning())
         for play, arrays in zip(self.plays, (one, other), strict=True):
             assert dense_table(play, arrays) == table_by_hand(play, arrays)
@@ -127,11 +128,13 @@ def attempt(play: Play, act: Any, seqs: list[int]) -> int:
 
 @pytest.mark.parametrize("block", [1, 2, 4])
 def test_both_ways_leave_the_same(block: int, seed: int) -> None:
-    plain = 0
+    plain = of_budget = 0
     for turn in range(8):
         pair = Pair(device=12, host=6, block=block)
         wander(pair, random.Random(seed + turn), 40)
         plain += pair.num_plain
+        of_budget += pair.num_plain_of_budget
+    assert (of_budget > 2) == (block > 1)
     assert (plain > 5) == (block > 1)  # blocks of one token always take the general way
 
 
@@ -152,6 +155,26 @@ def test_what_a_decode_batch_is(play: Play) -> None:
     assert was_plain(arrays)
     play.end(arrays, commit=False)
     assert len(play.table(s)) == 2, "an abort gives the new block back"
+
+
+def test_with_a_budget_twins_do_not_complete_one_block_twice(play: Play) -> None:
+    s = play.made([1, 2])
+    (twin,) = play.fork(s)
+    play.append(s, 7)
+    play.append(twin, 7)  # parts from the shared block
+    play.run(s, twin)
+    other = play.made([5, 5, 5])
+    for one in (s, twin, other):
+        play.append(one, 8)
+    _, arrays = play.plan(s, twin, other, max_tokens=8)
+    assert not was_plain(arrays)
+    assert arrays.rows["reason"].tolist() == [PLANNED, ARRIVING, PLANNED]
+    play.end(arrays)
+    _, arrays = play.plan(twin, max_tokens=8)
+    play.end(arrays, commit=False)
+    play.append(other, 3)
+    _, arrays = play.run(other, max_tokens=1)
+    assert was_plain(arrays)
 
 
 def test_a_batch_without_room_is_refused_as_ever() -> None:

@@ -15,10 +15,11 @@ from tests.ledger import leaves
 TIERS = pytest.mark.parametrize("tier", [DEVICE, HOST])
 
 
-def make(device: int = 6, host: int = 5) -> Ledger:
+def make(device: int = 6, host: int = 5, *, quarantine: bool = False) -> Ledger:
     return Ledger(
-        device_blocks=device, host_blocks=host, block_size=4, tier_policy="write_back", hash_seed=7
-    )
+        device_blocks=device, host_blocks=host, block_size=4, tier_policy="write_back", hash_seed=7,
+        quarantine=quarantine,
+    )  # fmt: skip
 
 
 @TIERS
@@ -47,6 +48,30 @@ def test_freed_frames_come_back(tier: int, seed: int) -> None:
         peak = max(peak, len(held))
         assert state.pools["num_free"][tier] == total - len(held)
     assert state.pools["peak"][tier] == peak
+
+
+@TIERS
+@pytest.mark.parametrize("quarantine", [False, True])
+def test_the_free_list_is_the_model(tier: int, quarantine: bool, seed: int) -> None:
+    """Last in first out, or in quarantine first in first out; a free neighbour when asked for."""
+    rng, state = random.Random(seed), make(quarantine=quarantine).state
+    total = int(state.pools["num_frames"][tier])
+    free, held = list(range(1, total + 1)), list[int]()
+    for _ in range(400):
+        if held and rng.random() < 0.5:
+            f = held.pop(rng.randrange(len(held)))
+            leaves.give_free(state, tier, f)
+            free.insert(len(free) if quarantine else 0, f)
+        else:
+            wanted = rng.randrange(-1, total + 3)
+            is_there = wanted in free and not quarantine
+            expected = wanted if is_there else free[0] if free else 0
+            assert leaves.take_free_beside(state, tier, wanted) == expected
+            if expected:
+                free.remove(expected)
+                held.append(expected)
+        assert chain(state, tier, "next", "free_head") == free
+        assert chain(state, tier, "previous", "free_tail") == free[::-1]
 
 
 def chain(state: object, tier: int, links: str, end: str) -> list[int]:

@@ -103,6 +103,11 @@ def _(p: Sound) -> None:
     p.state.frames["next"][f] = f
 
 
+@breach("R1: the device free list reads otherwise backwards")
+def _(p: Sound) -> None:
+    p.state.pools["free_tail"][DEVICE] = p.pool("free_head")
+
+
 @breach("R1: host num_free is")
 def _(p: Sound) -> None:
     p.state.pools["num_free"][HOST] += 1

@@ -88,14 +88,14 @@ def test_a_copy_reads_its_source_when_it_runs_and_can_be_seen_half_done() -> Non
     device.run(OUT, 1)
     half = there.bytes[1]
     assert 0 < np.count_nonzero(half == 9) < 64
-    assert device.moved(OUT) == Moved(0, 0), "counted before it was done (case 35)"
+    assert device.moved(OUT) == Moved(0, 0, 0), "counted before it was done (case 35)"
     device.hold(OUT)
     with pytest.raises(SimDeadlock, match="OUT: held, OUT 1 copy device"):
         device.settle(OUT)
     device.release(OUT)
     device.settle(OUT)
     assert (there.bytes[1] == 9).all()
-    assert device.moved(OUT) == Moved(1, 64)
+    assert device.moved(OUT) == Moved(1, 64, 1)
 
 
 @pytest.mark.parametrize("engines", [1, 2])

@@ -70,14 +70,14 @@ def test_copies_move_whole_frames_and_count_when_done(device: CpuDevice) -> None
     device.copy_async(OUT, target, ids(2, 1), source, ids(1, 3))
     fence = device.new_fence("copy")
     device.record(OUT, fence)
-    assert device.moved(OUT) == Moved(0, 0)
+    assert device.moved(OUT) == Moved(0, 0, 0)
     device.release(OUT)
     assert device.synchronize(fence, 60)
     assert (target.bytes[2] == 11).all()
     assert (target.bytes[1] == 33).all()
     assert not target.bytes[[0, 3]].any()
-    assert device.moved(OUT) == Moved(2, 128)
-    assert device.moved(IN) == Moved(0, 0)
+    assert device.moved(OUT) == Moved(2, 128, 2)
+    assert device.moved(IN) == Moved(0, 0, 0)
 
 
 def test_a_big_copy_is_moved_in_chunks(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_a_failed_copy_is_kept_and_fails_the_device(
         device.synchronize(fence, 60)
     assert device.error is raised
     assert not device.query(fence)
-    assert device.moved(OUT) == Moved(0, 0), "a failed copy was counted (case 35)"
+    assert device.moved(OUT) == Moved(0, 0, 0), "a failed copy was counted (case 35)"
     with pytest.raises(seen):
         device.copy_async(IN, source, ids(1), target, ids(1))
     with pytest.raises(seen):
@@ -126,13 +126,13 @@ def test_a_failed_copy_is_kept_and_fails_the_device(
 
 def test_compute_runs_on_the_caller_and_raises_there(device: CpuDevice) -> None:
     seen: list[threading.Thread] = []
-    device.launch(COMPUTE, lambda: seen.append(threading.current_thread()), moved=Moved(1, 8))
+    device.launch(COMPUTE, lambda: seen.append(threading.current_thread()), moved=Moved(1, 8, 1))
     assert seen == [threading.current_thread()]
-    assert device.moved(COMPUTE) == Moved(1, 8)
+    assert device.moved(COMPUTE) == Moved(1, 8, 1)
     with pytest.raises(ZeroDivisionError):
         device.launch(COMPUTE, lambda: 1 / 0)
     assert device.error is None
-    assert device.moved(COMPUTE) == Moved(1, 8)
+    assert device.moved(COMPUTE) == Moved(1, 8, 1)
 
 
 def test_sync_runs_at_once_and_refuses_what_it_cannot_wait_for() -> None:

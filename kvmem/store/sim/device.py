@@ -140,7 +140,7 @@ class SimDevice(Device):
                     call_site(),
                     reads=((source, source_ids),),
                     writes=((target, target_ids),),
-                    moved=moved or Moved.whole(target, target_ids),
+                    moved=moved or Moved.whole(target, target_ids, source_ids),
                     copy=Copy(target, target_ids, source, source_ids),
                     ticket=ticket,
                 )

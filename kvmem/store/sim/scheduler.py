@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvmem.sim_options import SimOptions
-from kvmem.store.device import FrameIds, Moved, Stream, Ticket, is_survivable
+from kvmem.store.device import NOTHING_MOVED, FrameIds, Moved, Stream, Ticket, is_survivable
 from kvmem.store.sim.clocks import Clocks
 from kvmem.store.sim.faults import Faults
 from kvmem.store.sim.log import Log
@@ -57,7 +57,7 @@ class Scheduler:
         self._starved = Stream[victim.upper()]
         self.queues: dict[Stream, deque[Op]] = {stream: deque() for stream in Stream}
         self.held: set[Stream] = set()
-        self.moved: dict[Stream, Moved] = dict.fromkeys(Stream, Moved(0, 0))
+        self.moved: dict[Stream, Moved] = dict.fromkeys(Stream, NOTHING_MOVED)
         self.error: BaseException | None = None
         self.hook: CopyHook | None = None
         self.num_turns = 0
@@ -235,10 +235,7 @@ class Scheduler:
 
     def _count(self, op: Op) -> None:
         if op.moved is not None:
-            old = self.moved[op.stream]
-            self.moved[op.stream] = Moved(
-                old.frames + op.moved.frames, old.num_bytes + op.moved.num_bytes
-            )
+            self.moved[op.stream] += op.moved
 
     # --- choices --------------------------------------------------------------------------------
 

@@ -56,6 +56,9 @@ def paged_attention(
     value_scale: NDArray[np.float32] | None = None,
     check: bool = True,
     stream: int = 0,
+    max_seq_len: int | None = None,
+    workspace: DeviceArray | None = None,
+    cores: str = "auto",
 ) -> None:
     """Attend each query token to the positions of its row up to its own; write ``out``.
 
@@ -94,8 +97,16 @@ def paged_attention(
     Numba's threads with the GIL released; scratch of 100 KB or so a thread.
 
     Arrays may lie on a device (all of them, `DeviceArray`; the row arrays of one dtype, head_dim
-    and value_dim at most 512): one kernel is queued on ``stream``, the handle of a CUDA stream, and
-    what the row arrays hold is trusted. It reads K and V once for each token and up to 8 heads.
+    and value_dim at most 512, rows below 2**31 positions): kernels are queued on ``stream``, the
+    handle of a CUDA stream, and what the row arrays hold is trusted. K and V are read once for
+    each token and up to 16 heads.
+    ``cores`` picks the kernel: "tensor" cores (bfloat16 and float16, head_dim = value_dim one of
+    64, 96, 128, 256, block_size a multiple of 16, addresses and strides of q, K and V multiples of
+    16 bytes), "ordinary" ones (every call), or "auto", the former where possible. The two round
+    differently. A token is one block of threads, unless ``max_seq_len``, at least the largest of
+    ``seq_lens``, and ``workspace``, float32 on the device, are given: then long rows of small
+    batches are cut over many blocks, with the same bits (`cuda_call.workspace_elements` tells
+    the size; until the work is done the workspace belongs to it). The CPU ignores the three.
     """
     storage = storage_dtype(dtype)
     stored = kv_storage_dtype(kv_dtype, storage)
@@ -104,7 +115,7 @@ def paged_attention(
         device_of(
             query=query, out=out, arena=arena, value_arena=value_arena, table=table,
             table_start=table_start, seq_lens=seq_lens, query_start=query_start,
-            alibi=alibi, sinks=sinks, lse=lse,
+            alibi=alibi, sinks=sinks, lse=lse, workspace=workspace,
         )  # fmt: skip
         checks.layout(layout)
         _check_arrays(
@@ -126,6 +137,7 @@ def paged_attention(
             checks.array("lse", lse, (_FLOAT32,), query.shape[:2])
             checks.writable("lse", lse)
         _check_rows(query.shape[0], table, table_start, seq_lens, query_start)
+        _check_options(max_seq_len, workspace, cores)
     heads, size = int(num_kv_heads), int(block_size)
     arrays: Any = (out, query, arena, values)
     starts: Any = (table_start, seq_lens, query_start)
@@ -140,11 +152,12 @@ def paged_attention(
         float(softcap or 0),
     )
     ends: Any = (alibi, sinks, stored.kind, key_scale, value_scale)
-    _launch(arrays, lse, table, starts, rules, ends, arena.shape[0] if check else 0, stream)
+    options = (int(stream), max_seq_len, workspace, cores)
+    _launch(arrays, lse, table, starts, rules, ends, arena.shape[0] if check else 0, options)
 
 
 def _launch(
-    arrays: Any, lse: Any, table: Any, starts: Any, rules: Any, ends: Any, frames: int, stream: int
+    arrays: Any, lse: Any, table: Any, starts: Any, rules: Any, ends: Any, frames: int, options: Any
 ) -> None:
     """Hand a call to the kernel of the arrays' device; `frames` > 0: check the tables first."""
     from cuda_kernels.attention.request import Request
@@ -155,7 +168,7 @@ def _launch(
 
         checks.no_fp8_on_device(ends[2])
         request = Request._make((*arrays, lse, Rows._make((table, *starts)), *rules, *ends))
-        cuda_call.attend(request, stream)
+        cuda_call.attend(request, cuda_call.DeviceOptions._make(options))
         return
     from cuda_kernels import simd
 
@@ -266,6 +279,17 @@ def _check_rows(
             f"query_start must begin at 0 and end at most at num_tokens {num_tokens}; got "
             f"{int(query_start[0])} and {int(query_start[-1])}"
         )
+
+
+def _check_options(max_seq_len: Any, workspace: Any, cores: Any) -> None:
+    """What only a device uses."""
+    if max_seq_len is not None:
+        checks.integer("max_seq_len", max_seq_len, 0)
+    if workspace is not None:
+        checks.array("workspace", workspace, (_FLOAT32,), (None,), contiguous=True)
+        checks.writable("workspace", workspace)
+    if cores not in ("auto", "tensor", "ordinary"):
+        raise ValueError(f"cores must be 'auto', 'tensor' or 'ordinary', got {cores!r}")
 
 
 def _check_tables(rows: Rows, block_size: int, window: int, num_frames: int) -> None:

@@ -113,20 +113,21 @@ def make_inputs(
     block_size: int,
     free_frames: int = 3,
     layout: str = "HND",
+    alignment: int = 1,
     kv_dtype: str | None = None,
     **rules: Any,
 ) -> dict[str, Any]:
     """Draw arguments of `paged_attention`: scattered frames, NaN wherever no row may read.
 
-    The planes lie in shuffled order with gaps, as those of one layer of many do. With "fp8_e4m3"
-    scales are drawn, too: some so small that a few numbers saturate, some so large that many are
-    subnormal.
+    The planes lie in shuffled order with gaps, as those of one layer of many do; they and frames
+    begin at multiples of ``alignment`` elements if their sizes are. With "fp8_e4m3" scales are
+    drawn, too: some so small that a few numbers saturate, some so large that many are subnormal.
     """
     counts = [-(-length // block_size) for length in seq_lens]
     num_frames = sum(counts) + free_frames
     key_size = num_kv_heads * block_size * head_dim
     value_size = num_kv_heads * block_size * value_dim
-    gap = int(rng.integers(0, 17))
+    gap = int(rng.integers(0, 17)) * alignment
     offsets = (gap, 2 * gap + key_size) if rng.random() < 0.5 else (gap + value_size, gap)
     frame_elements = 3 * gap + key_size + value_size
     stored = kv_dtype or dtype

@@ -25,8 +25,10 @@ class KernelSource:
 
     ``maker`` is a function of ``module`` that takes the ``constants`` and returns the kernel; its
     parameters have the Numba types ``parameters`` ("int64", "float32"). ``threads`` is the size of
-    a block. Nothing is imported before the kernel has to be compiled. ``claims`` change nothing in
-    the machine code; a kernel that ships states them, and `registry.py` lists its module.
+    a block; ``blocks`` is how many of them a processor shall hold at once at least, which bounds
+    the registers. Nothing is imported before the kernel has to be compiled. ``claims`` change
+    nothing in the machine code; a kernel that ships states them, and `registry.py` lists its
+    module.
     """
 
     module: str
@@ -34,6 +36,7 @@ class KernelSource:
     parameters: tuple[str, ...]
     threads: int
     constants: tuple[tuple[str, int | str], ...] = ()
+    blocks: int = 1
     claims: Claims | None = None
 
     @property

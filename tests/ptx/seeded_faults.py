@@ -26,6 +26,8 @@ WRITE = "cuda_kernels.cache_write.cuda_write"
 COPY = "cuda_kernels.block_copy.cuda_copy"
 MOVE = "cuda_kernels.frames.cuda_move"
 ATTENTION = "cuda_kernels.attention.cuda_decode"
+PARTS = "cuda_kernels.attention.cuda_parts"
+SPLITS = "cuda_kernels.attention.cuda_splits"
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,17 @@ FAULTS = {
         "i += WARPS * TILE\n        cuda.syncthreads()\n\n        scores",
         "i += WARPS * TILE\n\n        scores",
     ),
-    "attention_merged_before_the_barrier": _fault(
-        ATTENTION, "        cuda.syncthreads()\n        i = thread\n", "        i = thread\n"
+    "attention_joined_before_the_barrier": _fault(
+        SPLITS,
+        "    cuda.syncthreads()\n    if thread < count:\n        top, total = join_warps",
+        "    if thread < count:\n        top, total = join_warps",
+        ATTENTION,
     ),
     "attention_mask_off_by_one": _fault(
-        ATTENTION, "here >= first and here <= position", "here >= first and here <= position + 1"
+        ATTENTION, "here >= low and here <= high", "here >= low and here <= high + 1"
     ),
     "attention_own_position_masked": _fault(
-        ATTENTION, "here >= first and here <= position", "here >= first and here < position"
+        ATTENTION, "here >= low and here <= high", "here >= low and here < high"
     ),
     "attention_window_off_by_one": _fault(
         ATTENTION, "position - window + 1)", "position - window)"
@@ -110,20 +115,19 @@ FAULTS = {
         ATTENTION, "sums[h * panels + p] *= factor", "sums[h * panels + p] *= float32(1)"
     ),
     "attention_a_warp_left_out": _fault(
-        ATTENTION,
+        SPLITS,
         "for w in range(WARPS):\n        factor",
         "for w in range(WARPS - 1):\n        factor",
+        ATTENTION,
     ),
     "attention_sink_left_out": _fault(
-        ATTENTION, "total += exp2(sink - top)", "total += float32(0)"
+        SPLITS, "totals[h], sink, sinks != 0)", "totals[h], sink, False)", ATTENTION
     ),
     "attention_distance_the_wrong_way": _fault(
-        ATTENTION, "score - slope * float32(distance)", "score + slope * float32(distance)"
+        PARTS, "score - slope * float32(distance)", "score + slope * float32(distance)", ATTENTION
     ),
     "attention_empty_row_divided": _fault(
-        ATTENTION,
-        "if length > 0:\n                found",
-        "if length >= 0:\n                found",
+        SPLITS, "if not empty:", "if not empty or count > 0:", ATTENTION
     ),
 }
 
@@ -134,7 +138,7 @@ def plant(fault: KernelFault, folder: Path) -> str:
     if text.count(fault.right) != 1:
         raise ValueError(f"{fault.right!r} is not once in {fault.module}")
     text = text.replace(fault.right, fault.wrong)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    digest = _digest(fault.victim, text)
     if fault.module == fault.victim:
         return _write(folder, fault.module, digest, text)
     changed = _write(folder, fault.module, digest, text)
@@ -144,12 +148,19 @@ def plant(fault: KernelFault, folder: Path) -> str:
     return _write(folder, fault.victim, digest, own.replace(fault.module, changed))
 
 
+def _digest(victim: str, text: str) -> str:
+    """Hangs on the mistake and on all that the kernel takes from its folder."""
+    folder = (ROOT / victim.replace(".", "/")).parent
+    beside = b"".join(path.read_bytes() for path in sorted(folder.glob("cuda_*.py")))
+    return hashlib.sha256(text.encode() + beside).hexdigest()[:8]
+
+
 def _text(module: str) -> str:
     return (ROOT / (module.replace(".", "/") + ".py")).read_text()
 
 
 def _write(folder: Path, module: str, digest: str, text: str) -> str:
-    """Its name tells the mistake's text, so a kernel kept from an earlier run is the same one."""
+    """Its name tells what it is made of, so a kernel kept from an earlier run is the same one."""
     name = f"planted_{module.rsplit('.', 1)[1]}_{digest}"
     (folder / f"{name}.py").write_text(text)
     return name

@@ -22,7 +22,7 @@ def attention(device: type[InterpretedDevice], monkeypatch: pytest.MonkeyPatch) 
     """The test of attention with shapes enough for every rule to be drawn."""
     monkeypatch.setattr(test_attention, "InterpretedDevice", device)
     for seed in range(SEED, SEED + 6):
-        test_attention.test_attention(seed, SM_90, KEY)
+        test_attention.test_attention(seed, SM_90, KEY, monkeypatch)
 
 
 def moving(test: Callable[..., None]) -> Callable[..., None]:

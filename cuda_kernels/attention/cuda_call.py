@@ -34,7 +34,7 @@ KERNELS = {
         ("int64",) * _INTEGERS + ("float32",) * 2,
         THREADS,
         (("kind", kind), ("heads", heads), ("width", width)),
-        blocks=3 if heads * width >= 1024 else 5,
+        blocks=5 if heads == 1 else 3,
     )
     for kind in (FLOAT32, BFLOAT16, FLOAT16)
     for width, choices in HEADS.items()

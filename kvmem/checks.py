@@ -51,7 +51,9 @@ def integer(
 
 def boolean(name: str, value: object) -> bool:
     """``value`` where it is a bool; anything else, 0 and 1 included, is a TypeError."""
-    if isinstance(value, (bool, np.bool_)):
+    if value is True or value is False:
+        return value
+    if isinstance(value, np.bool_):
         return bool(value)
     raise TypeError(f"{name} must be True or False, not {shown(value)} ({type(value).__name__})")
 

@@ -67,9 +67,11 @@ class Plan:
     @property
     def num_out(self) -> int:
         """Blocks copied device to host, in all rounds."""
-        return len(self.out_device) + sum(len(plan.out_device) for plan in self.earlier)
+        count = len(self.out_device)
+        return count + sum(len(plan.out_device) for plan in self.earlier) if self.earlier else count
 
     @property
     def num_in(self) -> int:
         """Blocks copied host to device, in all rounds."""
-        return len(self.in_device) + sum(len(plan.in_device) for plan in self.earlier)
+        count = len(self.in_device)
+        return count + sum(len(plan.in_device) for plan in self.earlier) if self.earlier else count

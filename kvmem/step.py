@@ -255,7 +255,7 @@ class Step:
     ) -> None:
         if self._ended:
             return
-        missing = self._missing_layers() if kind is None else []
+        missing = self._missing_layers() if kind is None and self._written is not None else []
         spoiled = self._end(commit=kind is None and not missing)
         if kind is None and not self._runtime.closed:
             self._runtime.store.check_usable()  # a device that failed in the body: R8
@@ -302,7 +302,8 @@ class Step:
             return spoiled
 
     def _missing_layers(self) -> list[int]:
-        if self._written is None or not (self._arrays.slot_mapping >= 0).any():
+        assert self._written is not None
+        if not (self._arrays.slot_mapping >= 0).any():
             return []
         layers = range(self._runtime.config.num_layers)
         return [layer for layer in layers if layer not in self._written]

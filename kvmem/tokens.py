@@ -26,12 +26,12 @@ def token_array(name: str, tokens: object, *, check_values: bool = True) -> Toke
     another type, ValueError for a wrong shape or value, naming the first bad index. With
     `check_values=False` an int32 array may hold negative ones: the caller looks for them.
     """
-    if isinstance(tokens, torch.Tensor):
+    if isinstance(tokens, np.ndarray):  # first: asking for a Tensor costs more
+        array = tokens
+    elif isinstance(tokens, torch.Tensor):
         if tokens.device.type != "cpu":
             raise ValueError(f"{name} is a tensor on {tokens.device}; allowed: cpu (this device)")
         array = _from_tensor(name, tokens)
-    elif isinstance(tokens, np.ndarray):
-        array = tokens
     elif isinstance(tokens, list | tuple):
         array = _from_list(name, tokens)
     else:

@@ -122,8 +122,9 @@ class StepFences:
         fence = self.open.pop(epoch, None)
         if fence is not None:
             self._device.record(Stream.COMPUTE, fence)
-            self._ended.append((epoch, fence))
-            self._forget()
+            if self._ended or not self._device.query(fence):  # else it is over already
+                self._ended.append((epoch, fence))
+                self._forget()
 
     def after(self, epoch: int) -> list[Fence]:
         """What to wait for so that nothing of steps up to ``epoch`` that have ended, and of

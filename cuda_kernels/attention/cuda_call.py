@@ -25,8 +25,8 @@ _MOST_BLOCKS = 65535
 _INTEGERS = 36
 #: Most dims of a kernel on ordinary cores -> how many heads of one KV head a block may take.
 HEADS = {128: (1, 4, 8), 256: (1, 4), 512: (1,)}
-#: Query heads a block, most dims -> blocks that a processor shall hold; registers these leave.
-BLOCKS = {(1, 128): 5, (1, 256): 5, (1, 512): 5, (4, 128): 4, (4, 256): 3, (8, 128): 3}
+#: Query heads a block -> blocks that a processor shall hold; how many registers those leave.
+BLOCKS = {1: 5, 4: 3, 8: 3}
 _REGISTERS = {5: 96, 4: 128, 3: 168, 2: 255}
 #: The kernel on ordinary cores by storage dtype, query heads a block, most dims. Left to itself the
 #: assembler spills a few registers for one more block that a processor can hold.
@@ -37,10 +37,8 @@ KERNELS = {
         ("int64",) * _INTEGERS + ("float32",) * 2,
         THREADS,
         (("kind", kind), ("heads", heads), ("width", width)),
-        blocks=BLOCKS[heads, width],
-        claims=Claims(
-            _REGISTERS[BLOCKS[heads, width]], min_wide_loads=1
-        ),  # the loop over a row of K
+        blocks=BLOCKS[heads],
+        claims=Claims(_REGISTERS[BLOCKS[heads]], min_wide_loads=1),  # the loop over a row of K
     )
     for kind in (FLOAT32, BFLOAT16, FLOAT16)
     for width, choices in HEADS.items()

@@ -24,7 +24,8 @@ from tests.ptx.test_attention_mma import attend, draw
 pytestmark = needs_compiler
 
 KEY = (BFLOAT16, 64, 1)
-SHAPES = 25
+#: A recorded seed: a fault that shapes may miss by chance is no test.
+SEED, SHAPES = 1, 40
 
 
 class Fault(NamedTuple):
@@ -73,7 +74,7 @@ def planted(fault: Fault, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None
     monkeypatch.setitem(kernels, key, dataclasses.replace(kernels[key], module=own + suffix))
 
 
-def noticed(seed: int, monkeypatch: pytest.MonkeyPatch) -> BaseException | None:
+def noticed(monkeypatch: pytest.MonkeyPatch, seed: int = SEED) -> BaseException | None:
     """What the first shape that notices raises."""
     rng, device = np.random.default_rng(seed), InterpretedDevice((9, 0))
     for _ in range(SHAPES):
@@ -89,25 +90,25 @@ def noticed(seed: int, monkeypatch: pytest.MonkeyPatch) -> BaseException | None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_faults_of_the_kernels(
-    seed: int, fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted(fault, monkeypatch, tmp_path)
-    assert isinstance(noticed(seed, monkeypatch), fault.shows)
+    assert isinstance(noticed(monkeypatch), fault.shows)
 
 
-def test_faults_of_the_call(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Head and token strides swapped; room for one split too few."""
     right = cuda_call._planes
     swapped = (0, 1, 3, 2, 4, 5, 7, 6)
     monkeypatch.setattr(cuda_call, "_planes", lambda request: [right(request)[i] for i in swapped])
-    assert noticed(seed, monkeypatch) is not None
+    assert noticed(monkeypatch) is not None
     monkeypatch.undo()
     count = cuda_call.num_splits
     monkeypatch.setattr(cuda_call, "num_splits", lambda *given: max(1, count(*given) - 1))
-    assert noticed(seed, monkeypatch) is not None
+    assert noticed(monkeypatch) is not None
     monkeypatch.undo()
 
 
-def test_without_a_fault(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same shapes notice nothing: it's the faults that they notice."""
-    assert noticed(seed, monkeypatch) is None
+    assert noticed(monkeypatch) is None

@@ -71,8 +71,8 @@ def draw(rng: np.random.Generator, key: tuple[int, int, int], split: int) -> dic
         rules["alibi"] = rng.random(group * kv_heads).astype(np.float32) * np.float32(0.1)
     if rng.random() < 0.3:
         rules["sinks"] = rng.normal(size=group * kv_heads).astype(np.float32)
-    if rng.random() < 0.2:
-        rules["scale"] = 0.3 / dims**0.5
+    if rng.random() < 0.4:  # large scores: few positions have all the weight, and maxima rise far
+        rules["scale"] = float(rng.choice([0.3 / dims**0.5, 1.0]))
     return SPEC.make_inputs(
         rng,
         dtype=NAMES[kind],

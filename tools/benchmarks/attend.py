@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 import cuda_kernels
+from benchmarks import vllm_cpu
 from benchmarks.figure import Figure, figure
 from benchmarks.read_limit import read_all, read_scattered
 from cuda_kernels.dtypes import any_storage_dtype, float_to_bits
@@ -177,6 +178,7 @@ def decode_methods(batch: Batch) -> Methods:
         methods[f"reading {kib} KiB granules"] = lambda order=order, kib=kib: read_scattered(
             flat, order, kib * 256, shape.threads
         )
+    methods |= vllm_cpu.methods(batch, dense, query)
     expected = tensor(np.array(batch.attend()), shape.dtype).float().view(grouped.shape)
     error = float((expected - as_length().float()).abs().max())
     assert error < 0.02, f"ours and torch differ by {error}"
@@ -211,7 +213,10 @@ def ask(figures: Sequence[Figure], block: int) -> None:
     to reach."""
     kib, share = (16, 0.8) if block == 64 else (4, 0.65)
     read = f"reading {kib} KiB granules"
-    gates = {read: share, "SDPA, contiguous, group as length": 1.5, "gather + SDPA": 8}
+    gates = {
+        read: share, "SDPA, contiguous, group as length": 1.5, "gather + SDPA": 8,
+        "vllm-cpu amx": 1.0,
+    }  # fmt: skip
     for f in figures:
         if f.compared_with in gates:
             f.at_least(gates[f.compared_with])
@@ -229,10 +234,11 @@ def bench_decode(repeats: int, shapes: Sequence[Shape]) -> list[Figure]:
         set_threads(shape.threads)
         batch = Batch(shape)
         seconds = take_turns(decode_methods(batch), repeats)
-        figures += figures_of("attend", shape.name("decode"), seconds)
+        made = figures_of("attend", shape.name("decode"), seconds)
         if shape.dtype == "bfloat16" and shape.layout == "HND":
-            ask(figures[-6:], shape.block)
-        show(figures[-6:], shape.layer_bytes * len(batch.layers))
+            ask(made, shape.block)
+        show(made, shape.layer_bytes * len(batch.layers))
+        figures += made
     return figures
 
 
@@ -333,10 +339,13 @@ def show(figures: Sequence[Figure], read_bytes: int | None) -> None:
 
 def bench_attend(repeats: int) -> list[Figure]:
     """The shapes that the documents quote."""
+    sizes = ((8, 4096), (32, 4096), (1, 32768))
     shapes = [
-        Shape(8, 4096, block, "bfloat16", threads) for block in (64, 16) for threads in (1, 2)
+        Shape(*size, block, "bfloat16", threads)
+        for size in sizes
+        for block in (64, 16)
+        for threads in (1, 2)
     ]
-    shapes += [Shape(32, 4096, 64, "bfloat16", 2), Shape(1, 32768, 64, "bfloat16", 2)]
     shapes += [Shape(8, 4096, 64, dtype, 2) for dtype in ("float16", "float32")]
     figures = bench_decode(max(5, repeats // 20), shapes)
     figures += bench_prefill(max(3, repeats // 40), [Shape(1, 2048, 64, "float32", 2)])

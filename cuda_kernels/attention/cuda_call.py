@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cuda_kernels.cuda.array import DeviceArray
-from cuda_kernels.cuda.kernel import KernelSource, Launch
+from cuda_kernels.cuda.kernel import Claims, KernelSource, Launch
 from cuda_kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32
 
 if TYPE_CHECKING:
@@ -15,6 +15,10 @@ THREADS = 128
 _INTEGERS = 32
 #: Most dims of a kernel -> how many query heads of one KV head a block of threads may take.
 HEADS = {128: (1, 4, 8), 256: (1, 4), 512: (1,)}
+#: Query heads, most dims -> most registers: with 128 a processor takes four blocks, with 168 three.
+_REGISTERS = {
+    (1, 128): 128, (4, 128): 184, (8, 128): 216, (1, 256): 168, (4, 256): 168, (1, 512): 168,
+}  # fmt: skip
 #: The kernel by storage dtype, query heads a block, most dims.
 KERNELS = {
     (kind, heads, width): KernelSource(
@@ -23,6 +27,7 @@ KERNELS = {
         ("int64",) * _INTEGERS + ("float32",) * 2,
         THREADS,
         (("kind", kind), ("heads", heads), ("width", width)),
+        Claims(_REGISTERS[heads, width], min_wide_loads=1),  # the loop over a row of K
     )
     for kind in (FLOAT32, BFLOAT16, FLOAT16)
     for width, choices in HEADS.items()

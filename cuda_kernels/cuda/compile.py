@@ -92,7 +92,8 @@ def make_ptx(source: KernelSource, capability: tuple[int, int]) -> bytes:
         cc=capability,
         device=False,
         abi="numba",
-        launch_bounds=source.threads,
+        # At least one block a processor: without it ptxas 13.0 spills to fit in more of them.
+        launch_bounds=(source.threads, 1),
     )
     return stable_names(text, source.name).encode()
 

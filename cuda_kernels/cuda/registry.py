@@ -1,0 +1,23 @@
+"""The kernels that ship, for whatever has to go through all of them."""
+
+from __future__ import annotations
+
+import importlib
+
+from cuda_kernels.cuda.kernel import KernelSource
+
+#: Modules with a dict KERNELS of `KernelSource`s; each states its claims.
+MODULES = (
+    "cuda_kernels.cache_write.cuda_call",
+    "cuda_kernels.block_copy.cuda_call",
+    "cuda_kernels.frames.cuda_call",
+    "cuda_kernels.attention.cuda_call",
+)
+
+
+def shipped_kernels() -> tuple[KernelSource, ...]:
+    """Every kernel, module by module. Imports no CUDA library."""
+    found: list[KernelSource] = []
+    for name in MODULES:
+        found += importlib.import_module(name).KERNELS.values()
+    return tuple(found)

@@ -3,6 +3,7 @@
     PYTHONPATH=.:tools python -m benchmarks.attend                       the usual shapes
     PYTHONPATH=.:tools python -m benchmarks.attend decode --threads 1 2 --dtypes bfloat16 float16
     PYTHONPATH=.:tools python -m benchmarks.attend layouts --threads 1 --repeats 15
+    PYTHONPATH=.:tools python -m benchmarks.attend fp8 --threads 1 2
 
 K/V lies in frames of many layers, scattered; several layers are attended in turn, so that nothing
 comes from a cache. Methods run in turns in one process; medians with 10th and 90th percentile, and
@@ -17,7 +18,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numba
@@ -28,7 +29,7 @@ import cuda_kernels
 from benchmarks import vllm_cpu
 from benchmarks.figure import Figure, figure
 from benchmarks.read_limit import read_all, read_scattered
-from cuda_kernels.dtypes import float_to_bits, storage_dtype
+from cuda_kernels.dtypes import any_storage_dtype, float_to_bits
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEADS, KV_HEADS, DIMS = 32, 8, 128
@@ -49,16 +50,21 @@ class Shape:
     dtype: str
     threads: int
     layout: str = "HND"
+    kv_dtype: str | None = None  # None: that of the queries
+
+    @property
+    def stored(self) -> str:
+        return self.kv_dtype or self.dtype
 
     @property
     def layer_bytes(self) -> int:
-        item = storage_dtype(self.dtype).array_dtype.itemsize
+        item = any_storage_dtype(self.stored).array_dtype.itemsize
         return 2 * self.rows * self.context * KV_HEADS * DIMS * item
 
     def name(self, what: str) -> str:
         return (
             f"{what}, {self.rows} x {self.context}, {HEADS}/{KV_HEADS} heads x {DIMS}, "
-            f"{self.dtype}, block {self.block} {self.layout}, {self.threads} threads"
+            f"{self.stored}, block {self.block} {self.layout}, {self.threads} threads"
         )
 
 
@@ -81,9 +87,9 @@ class Batch:
         used = int(min(layers, math.ceil(READ_BYTES / shape.layer_bytes)))
         self.layers = [k * layers // used for k in range(used)]
         self.plane = KV_HEADS * shape.block * DIMS
-        dtype = storage_dtype(shape.dtype).array_dtype
+        dtype = any_storage_dtype(shape.stored).array_dtype
         self.arena = np.empty((frames, 2 * layers * self.plane), dtype)
-        numbers = float_to_bits(rng.standard_normal(2**20 + 7), shape.dtype)
+        numbers = float_to_bits(rng.standard_normal(2**20 + 7), shape.stored)
         flat = self.arena.reshape(-1)
         for start in range(0, flat.size, numbers.size):
             flat[start : start + numbers.size] = numbers[: flat.size - start]
@@ -93,6 +99,7 @@ class Batch:
         self.out = np.zeros_like(self.query)
         self.row_arguments = {
             "dtype": shape.dtype,
+            "kv_dtype": shape.kv_dtype,
             "block_size": shape.block,
             "num_kv_heads": KV_HEADS,
             "head_dim": DIMS,
@@ -236,6 +243,27 @@ def bench_decode(repeats: int, shapes: Sequence[Shape]) -> list[Figure]:
     return figures
 
 
+def bench_fp8(repeats: int, shapes: Sequence[Shape]) -> list[Figure]:
+    """Decode over K/V in fp8_e4m3 beside the same in the queries' dtype; layer for layer, so half
+    the bytes."""
+    figures = []
+    for shape in shapes:
+        set_threads(shape.threads)
+        batches = {"ours": Batch(replace(shape, kv_dtype="fp8_e4m3"), most_layers=8)}
+        batches[shape.dtype] = Batch(shape, most_layers=8)
+        used = min(len(batch.layers) for batch in batches.values())
+        for batch in batches.values():
+            batch.layers = batch.layers[:used]
+        flat = batches["ours"].arena.reshape(-1)[: used * batches["ours"].shape.layer_bytes]
+        flat = flat[: flat.size // 32768 * 32768].view(np.float32)
+        methods: Methods = {name: batch.attend for name, batch in batches.items()}
+        methods["reading contiguously"] = lambda flat=flat, n=shape.threads: read_all(flat, n)
+        name = batches["ours"].shape.name("decode")
+        figures += figures_of("attend", name, take_turns(methods, repeats))
+        show(figures[-2:], used * batches["ours"].shape.layer_bytes)
+    return figures
+
+
 def bench_prefill(repeats: int, shapes: Sequence[Shape], chunk: int = 2048) -> list[Figure]:
     """The last `chunk` tokens of each row against all its context."""
     figures = []
@@ -342,6 +370,7 @@ def bench_attend(repeats: int) -> list[Figure]:
     ]
     shapes += [Shape(8, 4096, 64, dtype, 2) for dtype in ("float16", "float32")]
     figures = bench_decode(max(5, repeats // 20), shapes)
+    figures += bench_fp8(max(5, repeats // 20), [Shape(8, 4096, 64, "bfloat16", 2)])
     figures += bench_prefill(max(3, repeats // 40), [Shape(1, 2048, 64, "float32", 2)])
     return figures + bench_write(repeats)
 
@@ -368,6 +397,8 @@ def main() -> int:
     figures: list[Figure] = []
     if "decode" in given.what:
         figures += bench_decode(given.repeats, shapes)
+    if "fp8" in given.what:
+        figures += bench_fp8(given.repeats, shapes)
     if "prefill" in given.what:
         figures += bench_prefill(given.repeats, shapes)
     if "layouts" in given.what:

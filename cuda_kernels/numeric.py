@@ -41,7 +41,6 @@ EXP2_TERMS = tuple(float(term) for term in (_E1, _E2, _E3, _E4, _E5, _E6))
 TANH_TERMS = tuple(float(term) for term in (_T0, _T1, _T2, _T3, _T4))
 _TWO_POW_112 = np.float32(2.0**112)
 _TWO_POW_120 = np.float32(2.0**120)
-_TWO_POW_14 = np.float32(2.0**14)
 
 inner = njit(cache=True, nogil=True, fastmath={"contract"}, error_model="numpy")
 
@@ -92,7 +91,10 @@ def widen_float16(bits: np.unsignedinteger[Any]) -> np.float32:
 
 @inner
 def widen_fp8(bits: np.unsignedinteger[Any]) -> np.float32:
-    """fp8_e4m3 bits (any unsigned integer) to float32, exactly, subnormals too; see above."""
+    """fp8_e4m3 bits (any unsigned integer) to float32, exactly, subnormals too.
+
+    As `widen_float16`, with another distance between the exponents' biases.
+    """
     word = np.uint32(bits)
     size = np.uint32(word & np.uint32(0x7F))
     scaled = np.uint32(size << np.uint32(20)).view(np.float32) * _TWO_POW_120
@@ -145,29 +147,6 @@ def narrow_float16(value: np.float32) -> np.uint32:
         result = np.uint32(0x7C00)
     if size > np.uint32(0x7F800000):
         result = np.uint32(0x7E00)
-    return np.uint32(result | sign)
-
-
-@inner
-def narrow_fp8(value: np.float32) -> np.uint32:
-    """float32 to fp8_e4m3 bits in a uint32, ties to even; what is larger saturates, NaN is 0x7F.
-
-    As `narrow_float16`: a carry moves the exponent, and adding 2**14 aligns to 2**-9.
-    """
-    bits = np.float32(value).view(np.uint32)
-    sign = np.uint32((bits >> np.uint32(24)) & np.uint32(0x80))
-    size = np.uint32(bits & np.uint32(0x7FFFFFFF))
-    is_nan = size > np.uint32(0x7F800000)
-    if size > np.uint32(0x43E00000):  # 448
-        size = np.uint32(0x43E00000)
-    aligned = np.float32(size.view(np.float32) + _TWO_POW_14).view(np.uint32)
-    even = np.uint32((size >> np.uint32(20)) & np.uint32(1))
-    biased = np.uint32(size - np.uint32(120 << 23) + np.uint32(0x7FFFF) + even)
-    result = np.uint32(biased >> np.uint32(20))
-    if size < np.uint32(0x3C800000):  # 2**-6
-        result = np.uint32(aligned - np.uint32(0x46800000))
-    if is_nan:
-        result = np.uint32(0x7F)
     return np.uint32(result | sign)
 
 

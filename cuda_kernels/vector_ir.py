@@ -136,12 +136,16 @@ def widen_fp8(b: Any, words: Any) -> Any:
 
 
 def narrow_fp8(b: Any, value: Any) -> Any:
-    """In integers, as `numeric.narrow_fp8` does it: that one explains the steps."""
+    """float32 to fp8_e4m3 in int32 lanes, ties to even; what is larger than 448 saturates.
+
+    As `numeric.narrow_float16` does it: a carry moves the exponent, and for what will be subnormal
+    adding 2**14 aligns to its quantum, 2**-9.
+    """
     bits = b.bitcast(value, INT32S)
     sign = b.and_(b.lshr(bits, splat(24, INT32)), splat(0x80, INT32))
     size = b.and_(bits, splat(0x7FFFFFFF, INT32))
     nan = b.icmp_unsigned(">", size, splat(0x7F800000, INT32))
-    most = splat(0x43E00000, INT32)
+    most = splat(0x43E00000, INT32)  # 448
     size = b.select(b.icmp_unsigned(">", size, most), most, size)
     aligned = b.bitcast(b.fadd(b.bitcast(size, FLOATS), splat(2.0**14)), INT32S)
     subnormal = b.sub(aligned, splat(0x46800000, INT32))

@@ -32,6 +32,7 @@ from benchmarks.attend import bench_attend  # noqa: E402
 from benchmarks.blocks import bench_blocks  # noqa: E402
 from benchmarks.create import bench_create  # noqa: E402
 from benchmarks.figure import Figure, busy_share  # noqa: E402
+from benchmarks.fp8 import bench_fp8  # noqa: E402
 from benchmarks.launch import bench_launch  # noqa: E402
 from benchmarks.start import bench_start  # noqa: E402
 from benchmarks.step import bench_step  # noqa: E402
@@ -46,6 +47,7 @@ SECTIONS: dict[str, Callable[[int], list[Figure]]] = {
     "blocks": bench_blocks,
     "swap": bench_swap,
     "attend": bench_attend,
+    "fp8": bench_fp8,
     "start": bench_start,
     "launch": bench_launch,
 }

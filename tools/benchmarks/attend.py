@@ -3,7 +3,6 @@
     PYTHONPATH=.:tools python -m benchmarks.attend                       the usual shapes
     PYTHONPATH=.:tools python -m benchmarks.attend decode --threads 1 2 --dtypes bfloat16 float16
     PYTHONPATH=.:tools python -m benchmarks.attend layouts --threads 1 --repeats 15
-    PYTHONPATH=.:tools python -m benchmarks.attend fp8 --threads 1 2
 
 K/V lies in frames of many layers, scattered; several layers are attended in turn, so that nothing
 comes from a cache. Methods run in turns in one process; medians with 10th and 90th percentile, and
@@ -18,7 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numba
@@ -243,27 +242,6 @@ def bench_decode(repeats: int, shapes: Sequence[Shape]) -> list[Figure]:
     return figures
 
 
-def bench_fp8(repeats: int, shapes: Sequence[Shape]) -> list[Figure]:
-    """Decode over K/V in fp8_e4m3 beside the same in the queries' dtype; layer for layer, so half
-    the bytes."""
-    figures = []
-    for shape in shapes:
-        set_threads(shape.threads)
-        batches = {"ours": Batch(replace(shape, kv_dtype="fp8_e4m3"), most_layers=8)}
-        batches[shape.dtype] = Batch(shape, most_layers=8)
-        used = min(len(batch.layers) for batch in batches.values())
-        for batch in batches.values():
-            batch.layers = batch.layers[:used]
-        flat = batches["ours"].arena.reshape(-1)[: used * batches["ours"].shape.layer_bytes]
-        flat = flat[: flat.size // 32768 * 32768].view(np.float32)
-        methods: Methods = {name: batch.attend for name, batch in batches.items()}
-        methods["reading contiguously"] = lambda flat=flat, n=shape.threads: read_all(flat, n)
-        name = batches["ours"].shape.name("decode")
-        figures += figures_of("attend", name, take_turns(methods, repeats))
-        show(figures[-2:], used * batches["ours"].shape.layer_bytes)
-    return figures
-
-
 def bench_prefill(repeats: int, shapes: Sequence[Shape], chunk: int = 2048) -> list[Figure]:
     """The last `chunk` tokens of each row against all its context."""
     figures = []
@@ -370,7 +348,6 @@ def bench_attend(repeats: int) -> list[Figure]:
     ]
     shapes += [Shape(8, 4096, 64, dtype, 2) for dtype in ("float16", "float32")]
     figures = bench_decode(max(5, repeats // 20), shapes)
-    figures += bench_fp8(max(5, repeats // 20), [Shape(8, 4096, 64, "bfloat16", 2)])
     figures += bench_prefill(max(3, repeats // 40), [Shape(1, 2048, 64, "float32", 2)])
     return figures + bench_write(repeats)
 
@@ -397,8 +374,6 @@ def main() -> int:
     figures: list[Figure] = []
     if "decode" in given.what:
         figures += bench_decode(given.repeats, shapes)
-    if "fp8" in given.what:
-        figures += bench_fp8(given.repeats, shapes)
     if "prefill" in given.what:
         figures += bench_prefill(given.repeats, shapes)
     if "layouts" in given.what:

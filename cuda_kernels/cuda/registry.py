@@ -6,7 +6,7 @@ import importlib
 
 from cuda_kernels.cuda.kernel import KernelSource
 
-#: Modules with a dict KERNELS of `KernelSource`s; each states its claims.
+#: Modules that describe kernels: each dict of `KernelSource`s in them counts, claims stated.
 MODULES = (
     "cuda_kernels.cache_write.cuda_call",
     "cuda_kernels.block_copy.cuda_call",
@@ -19,5 +19,7 @@ def shipped_kernels() -> tuple[KernelSource, ...]:
     """Every kernel, module by module. Imports no CUDA library."""
     found: list[KernelSource] = []
     for name in MODULES:
-        found += importlib.import_module(name).KERNELS.values()
+        for value in vars(importlib.import_module(name)).values():
+            if isinstance(value, dict):
+                found += (one for one in value.values() if isinstance(one, KernelSource))
     return tuple(found)

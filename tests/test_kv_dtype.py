@@ -13,6 +13,7 @@ import kvmem
 from kvmem.sim_options import MODES, SimOptions
 from kvmem.stress import StressOptions, run_stress
 from tests.sim.test_engine import answers
+from tests.test_zero_on_free import settle
 
 FP8 = torch.float8_e4m3fn
 LAYERS, HEADS, HEAD_DIM, VALUE_DIM, BLOCK = 2, 2, 24, 40, 8
@@ -222,7 +223,7 @@ def test_vacated_frames_are_zeroed_or_poisoned(device: str) -> None:
             frames = [manager.block(b).frame_ids[0] for b in seq.block_ids]
             manager.free([seq])
             manager.evict(8)
-            manager.poll()
+            settle(manager)
             bits = manager.kv(0)[0].view(torch.uint8)[frames]
             if changes["debug"]:
                 assert (bits == 0x7F).all()

@@ -27,7 +27,7 @@ KERNELS = {
         ("int64",) * _INTEGERS + ("float32",) * 2,
         THREADS,
         (("kind", kind), ("heads", heads), ("width", width)),
-        Claims(_REGISTERS[heads, width], min_wide_loads=1),  # the loop over a row of K
+        claims=Claims(_REGISTERS[heads, width], min_wide_loads=1),  # the loop over a row of K
     )
     for kind in (FLOAT32, BFLOAT16, FLOAT16)
     for width, choices in HEADS.items()

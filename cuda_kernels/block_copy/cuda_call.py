@@ -17,7 +17,7 @@ KERNELS = {
         ("int64",) * 10,
         THREADS,
         (("pair_bytes", pair_bytes), ("plane_bytes", plane_bytes)),
-        CLAIMS,
+        claims=CLAIMS,
     )
     for pair_bytes in (4, 8)
     for plane_bytes in (4, 8)

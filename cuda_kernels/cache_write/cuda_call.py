@@ -18,7 +18,7 @@ KERNELS = {
         ("int64",) * 19,
         THREADS,
         (("slot_bytes", slot_bytes),),
-        CLAIMS,
+        claims=CLAIMS,
     )
     for slot_bytes in (4, 8)
 }

@@ -19,7 +19,7 @@ KERNELS = {
         ("int64",) * 10,
         THREADS,
         (("target_id_bytes", target_id_bytes), ("source_id_bytes", source_id_bytes)),
-        CLAIMS,
+        claims=CLAIMS,
     )
     for target_id_bytes in (0, 4, 8)
     for source_id_bytes in (0, 4, 8)

@@ -148,7 +148,7 @@ def test_an_array_on_the_stack_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "planted_kernel.py").write_text(LOCAL)
     monkeypatch.syspath_prepend(str(tmp_path))
     source = KernelSource(
-        "planted_kernel", "indexed", ("int64", "int64"), 32, (("size", 300),), Claims(255, 1)
+        "planted_kernel", "indexed", ("int64", "int64"), 32, (("size", 300),), claims=Claims(255, 1)
     )
     told = kernel_table.facts_of(source, (9, 0), tmp_path).breaches()
     assert any("bytes of stack" in text for text in told)

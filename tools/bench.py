@@ -24,13 +24,14 @@ from pathlib import Path
 # Waiting OpenMP threads must not steal the time of those that work; read at torch's import.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 ROOT = Path(__file__).resolve().parent.parent
-for folder in (".", "tools"):
+for folder in (".", "tools", "docs/examples"):
     if str(ROOT / folder) not in sys.path:
         sys.path.insert(0, str(ROOT / folder))
 
 from benchmarks.attend import bench_attend  # noqa: E402
 from benchmarks.blocks import bench_blocks  # noqa: E402
 from benchmarks.create import bench_create  # noqa: E402
+from benchmarks.engine import bench_engine  # noqa: E402
 from benchmarks.figure import Figure, busy_share  # noqa: E402
 from benchmarks.fp8 import bench_fp8  # noqa: E402
 from benchmarks.launch import bench_launch  # noqa: E402
@@ -48,6 +49,7 @@ SECTIONS: dict[str, Callable[[int], list[Figure]]] = {
     "swap": bench_swap,
     "attend": bench_attend,
     "fp8": bench_fp8,
+    "engine": bench_engine,
     "start": bench_start,
     "launch": bench_launch,
 }

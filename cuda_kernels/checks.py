@@ -14,9 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuda_kernels.cuda.array import DeviceArray
+from cuda_kernels.dtypes import FP8_E4M3, StorageDtype
 
 # Of a plane: [heads, block, dims], or [block, heads, dims].
 LAYOUTS = ("HND", "NHD")
+# Of what stored K and V are multiplied by; the products with scores stay finite float32 numbers.
+MIN_SCALE, MAX_SCALE = 1e-12, 1e12
 INTEGER_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
@@ -85,6 +88,30 @@ def layout(value: Any) -> None:
         raise TypeError(f"layout must be a string, 'HND' or 'NHD'; got {type(value).__name__}")
     if value not in LAYOUTS:
         raise ValueError(f"layout must be 'HND' or 'NHD', got {value[:40]!r}")
+
+
+def kv_scales(stored: StorageDtype, heads: int, **scales: Any) -> None:
+    """Refuse scales, by name, of K and V that aren't stored with one; float32 ``[heads]``."""
+    for name, values in scales.items():
+        if values is None:
+            continue
+        if stored.kind != FP8_E4M3:
+            raise ValueError(f"{name} needs kv_dtype 'fp8_e4m3'; K and V are {stored.name}")
+        array(name, values, (np.dtype(np.float32),), (heads,), contiguous=True)
+        wrong = ~((values >= MIN_SCALE) & (values <= MAX_SCALE))
+        if wrong.any():
+            raise ValueError(
+                f"{name}[{int(np.argmax(wrong))}] is not a number from {MIN_SCALE} to {MAX_SCALE}"
+            )
+
+
+def no_fp8_on_device(kind: int) -> None:
+    """Refuse arrays on a device whose K and V are stored as fp8_e4m3."""
+    if kind == FP8_E4M3:
+        raise ValueError(
+            "kv_dtype 'fp8_e4m3' is not in the CUDA kernels of this version; on a device K and V "
+            "have the dtype of the query: leave kv_dtype out"
+        )
 
 
 def frame_ids(name: str, ids: NDArray[Any] | DeviceArray, num_frames: int, limit_name: str) -> None:

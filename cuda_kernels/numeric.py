@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from cuda_kernels.dtypes import BFLOAT16, FLOAT32
+from cuda_kernels.dtypes import BFLOAT16, FLOAT32, FP8_E4M3
 
 _LOG2_E = np.float32(1.4426950408889634)
 _HALF = np.float32(0.5)
@@ -40,6 +40,7 @@ _T4 = np.float32(-0.00605369752)
 EXP2_TERMS = tuple(float(term) for term in (_E1, _E2, _E3, _E4, _E5, _E6))
 TANH_TERMS = tuple(float(term) for term in (_T0, _T1, _T2, _T3, _T4))
 _TWO_POW_112 = np.float32(2.0**112)
+_TWO_POW_120 = np.float32(2.0**120)
 
 inner = njit(cache=True, nogil=True, fastmath={"contract"}, error_model="numpy")
 
@@ -89,12 +90,30 @@ def widen_float16(bits: np.unsignedinteger[Any]) -> np.float32:
 
 
 @inner
+def widen_fp8(bits: np.unsignedinteger[Any]) -> np.float32:
+    """fp8_e4m3 bits (any unsigned integer) to float32, exactly, subnormals too.
+
+    As `widen_float16`, with another distance between the exponents' biases.
+    """
+    word = np.uint32(bits)
+    size = np.uint32(word & np.uint32(0x7F))
+    scaled = np.uint32(size << np.uint32(20)).view(np.float32) * _TWO_POW_120
+    found = np.float32(scaled).view(np.uint32)
+    if size == np.uint32(0x7F):
+        found = np.uint32(0x7FC00000)
+    sign = np.uint32((word & np.uint32(0x80)) << np.uint32(24))
+    return np.uint32(found | sign).view(np.float32)
+
+
+@inner
 def widen(bits: np.unsignedinteger[Any], kind: int) -> np.float32:
     """Bits of a storage dtype (by its kind) to float32."""
     if kind == FLOAT32:
         return np.uint32(bits).view(np.float32)
     if kind == BFLOAT16:
         return widen_bfloat16(bits)
+    if kind == FP8_E4M3:
+        return widen_fp8(bits)
     return widen_float16(bits)
 
 

@@ -30,9 +30,12 @@ INT32 = ir.IntType(32)
 INT64 = ir.IntType(64)
 FLOATS = ir.VectorType(FLOAT, LANES)
 INT32S = ir.VectorType(INT32, LANES)
-INT16S = ir.VectorType(ir.IntType(16), LANES)
+INT16 = ir.IntType(16)
+INT16S = ir.VectorType(INT16, LANES)
 HALVES = ir.VectorType(ir.HalfType(), LANES)
 MINUS_INFINITY = float("-inf")
+#: What numbers of fp8_e4m3 are multiplied by to be those that `load_fp8s` gives.
+FP8_LOADED = 2.0**-8
 _MAGIC = 1.5 * 2**23  # adding it rounds a float32 to an integer, kept in the low bits
 
 
@@ -121,6 +124,50 @@ def narrow_float16(b: Any, value: Any) -> Any:
     return b.trunc(b.or_(word, sign), INT16S)
 
 
+def widen_fp8(b: Any, words: Any) -> Any:
+    """fp8_e4m3 in the upper bytes of int16 lanes to float32 times `FP8_LOADED`, exactly.
+
+    Seen as a float16 the bits are the number times 2**-8, subnormals too; NaN needs a hand.
+    """
+    size = b.and_(b.lshr(words, splat(1, INT16)), splat(0x3F80, INT16))
+    nan = b.icmp_unsigned("==", size, splat(0x3F80, INT16))
+    size = b.select(nan, splat(0x7E00, INT16), size)
+    return widen_float16(b, b.or_(size, b.and_(words, splat(-0x8000, INT16))))
+
+
+def narrow_fp8(b: Any, value: Any) -> Any:
+    """float32 to fp8_e4m3 in int32 lanes, ties to even; what is larger than 448 saturates.
+
+    As `numeric.narrow_float16` does it: a carry moves the exponent, and for what will be subnormal
+    adding 2**14 aligns to its quantum, 2**-9.
+    """
+    bits = b.bitcast(value, INT32S)
+    sign = b.and_(b.lshr(bits, splat(24, INT32)), splat(0x80, INT32))
+    size = b.and_(bits, splat(0x7FFFFFFF, INT32))
+    nan = b.icmp_unsigned(">", size, splat(0x7F800000, INT32))
+    most = splat(0x43E00000, INT32)  # 448
+    size = b.select(b.icmp_unsigned(">", size, most), most, size)
+    aligned = b.bitcast(b.fadd(b.bitcast(size, FLOATS), splat(2.0**14)), INT32S)
+    subnormal = b.sub(aligned, splat(0x46800000, INT32))
+    even = b.and_(b.lshr(size, splat(20, INT32)), splat(1, INT32))
+    biased = b.add(b.sub(size, splat((120 << 23) - 0x7FFFF, INT32)), even)
+    word = b.lshr(biased, splat(20, INT32))
+    word = b.select(b.icmp_unsigned("<", size, splat(0x3C800000, INT32)), subnormal, word)
+    return b.or_(b.select(nan, splat(0x7F, INT32), word), sign)
+
+
+def deal(b: Any, x: Any, y: Any) -> tuple[Any, Any]:
+    """The even and the odd ones of 2 * LANES values in order."""
+    even = list(range(0, 2 * LANES, 2))
+    return pick(b, x, y, even), pick(b, x, y, [lane + 1 for lane in even])
+
+
+def riffle(b: Any, x: Any, y: Any) -> tuple[Any, Any]:
+    """`deal` undone."""
+    lanes = [half for lane in range(LANES) for half in (lane, LANES + lane)]
+    return pick(b, x, y, lanes[:LANES]), pick(b, x, y, lanes[LANES:])
+
+
 def load_float32s(b: Any, address: Any) -> tuple[Any, Any]:
     """A pair of vectors from 2 * LANES float32."""
     second = b.add(address, ir.Constant(INT64, 4 * LANES))
@@ -142,6 +189,12 @@ def load_bfloat16s(b: Any, address: Any) -> tuple[Any, Any]:
     return b.bitcast(even, FLOATS), b.bitcast(odd, FLOATS)
 
 
+def load_fp8s(b: Any, address: Any) -> tuple[Any, Any]:
+    """The even and the odd ones of 2 * LANES fp8_e4m3, times `FP8_LOADED`."""
+    words = load(b, address, INT16S, 1)
+    return widen_fp8(b, b.shl(words, splat(8, INT16))), widen_fp8(b, words)
+
+
 def store_float32s(b: Any, address: Any, x: Any, y: Any) -> None:
     """What `load_float32s` loads."""
     second = b.add(address, ir.Constant(INT64, 4 * LANES))
@@ -154,6 +207,12 @@ def store_float16s(b: Any, address: Any, x: Any, y: Any) -> None:
     second = b.add(address, ir.Constant(INT64, 2 * LANES))
     b.store(narrow_float16(b, x), pointer(b, address, INT16S), align=2)
     b.store(narrow_float16(b, y), pointer(b, second, INT16S), align=2)
+
+
+def store_fp8s(b: Any, address: Any, x: Any, y: Any) -> None:
+    """The even and the odd ones of 2 * LANES float32, rounded."""
+    word = b.or_(narrow_fp8(b, x), b.shl(narrow_fp8(b, y), splat(8, INT32)))
+    b.store(b.trunc(word, INT16S), pointer(b, address, INT16S), align=1)
 
 
 def store_bfloat16s(b: Any, address: Any, x: Any, y: Any) -> None:

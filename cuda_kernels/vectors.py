@@ -6,7 +6,7 @@ vector by type, so the code that uses it reads like scalar code and compiles as 
 register, or to two of SSE or NEON. No instruction of one vendor is named here.
 
 Storage dtypes are told apart by the *type* of a tag argument, so that a kernel is compiled once
-for each of them with no branch inside: `FLOAT32_TAG`, `BFLOAT16_TAG`, `FLOAT16_TAG`.
+for each of them with no branch inside: `FLOAT32_TAG`, `BFLOAT16_TAG`, `FLOAT16_TAG`, `FP8_TAG`.
 
 The attention twin works on *quads*, four query rows side by side: lane `l` of a vector of scores
 belongs to row `l % 4` and to position `l // 4`, and `QUAD_STEP` positions fill a vector.
@@ -37,7 +37,22 @@ QUAD_STEP = LANES // QUAD
 FLOAT32_TAG = np.float32(0)
 BFLOAT16_TAG = np.uint16(0)
 FLOAT16_TAG = np.int16(0)
-_TAG_BYTES = {types.float32: 4, types.uint16: 2, types.int16: 2}
+FP8_TAG = np.uint8(0)
+_TAG_BYTES = {types.float32: 4, types.uint16: 2, types.int16: 2, types.uint8: 1}
+_LOADS = {
+    types.float32: vir.load_float32s,
+    types.uint16: vir.load_bfloat16s,
+    types.int16: vir.load_float16s,
+    types.uint8: vir.load_fp8s,
+}
+_STORES = {
+    types.float32: vir.store_float32s,
+    types.uint16: vir.store_bfloat16s,
+    types.int16: vir.store_float16s,
+    types.uint8: vir.store_fp8s,
+}
+#: What numbers of fp8_e4m3 are multiplied by to be those that `load_pair` gives.
+FP8_LOADED = vir.FP8_LOADED
 
 
 class FloatsType(types.Type):
@@ -88,17 +103,13 @@ def load_pair(context: Any, address: Any, tag: Any) -> Typed:
     """`PAIR` elements of the tag's storage dtype at any address, widened exactly.
 
     Which of them stands in which lane of which vector is the dtype's own affair: for bfloat16
-    the one vector has the even, the other the odd ones, which takes no shuffle. `store_pair` puts
-    them back, and a dot product of two pairs doesn't care.
+    and fp8_e4m3 the one vector has the even, the other the odd ones, which takes no shuffle.
+    `store_pair` puts them back, and a dot product of two pairs doesn't care. Numbers of fp8_e4m3
+    come multiplied by `FP8_LOADED`, and are stored as they are.
     """
 
     def build(b: Any, address: Any, _: Any) -> Any:
-        load = vir.load_float32s
-        if tag == types.uint16:
-            load = vir.load_bfloat16s
-        elif tag == types.int16:
-            load = vir.load_float16s
-        return cgutils.pack_array(b, load(b, address))
+        return cgutils.pack_array(b, _LOADS[tag](b, address))
 
     return types.UniTuple(floats, 2)(types.int64, tag), vir.emit(build)
 
@@ -108,14 +119,40 @@ def store_pair(context: Any, address: Any, x: Any, y: Any, tag: Any) -> Typed:
     """Store a pair as `PAIR` elements, rounded to the tag's storage dtype, ties to even."""
 
     def build(b: Any, address: Any, x: Any, y: Any, _: Any) -> None:
-        store = vir.store_float32s
-        if tag == types.uint16:
-            store = vir.store_bfloat16s
-        elif tag == types.int16:
-            store = vir.store_float16s
-        store(b, address, x, y)
+        _STORES[tag](b, address, x, y)
 
     return types.void(types.int64, floats, floats, tag), vir.emit(build)
+
+
+@intrinsic
+def deal(context: Any, x: Any, y: Any) -> Typed:
+    """A pair in order as the even and the odd elements."""
+
+    def build(b: Any, x: Any, y: Any) -> Any:
+        return cgutils.pack_array(b, vir.deal(b, x, y))
+
+    return types.UniTuple(floats, 2)(floats, floats), vir.emit(build)
+
+
+@intrinsic
+def deal_loaded(context: Any, x: Any, y: Any, tag: Any) -> Typed:
+    """A pair as `load_pair` gave it, as the even and the odd elements, which it may be already."""
+
+    def build(b: Any, x: Any, y: Any, _: Any) -> Any:
+        pair = (x, y) if tag in (types.uint16, types.uint8) else vir.deal(b, x, y)
+        return cgutils.pack_array(b, pair)
+
+    return types.UniTuple(floats, 2)(floats, floats, tag), vir.emit(build)
+
+
+@intrinsic
+def riffle(context: Any, x: Any, y: Any) -> Typed:
+    """The even and the odd elements as a pair in order."""
+
+    def build(b: Any, x: Any, y: Any) -> Any:
+        return cgutils.pack_array(b, vir.riffle(b, x, y))
+
+    return types.UniTuple(floats, 2)(floats, floats), vir.emit(build)
 
 
 @intrinsic

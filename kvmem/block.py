@@ -86,7 +86,8 @@ class Block:
     def k_data(self, layer: int) -> torch.Tensor:
         """K of a layer, `[block_size, num_kv_heads, head_dim]`, a view of the device arena.
 
-        Slots past `num_valid_tokens` hold anything. Raises NotResident without a device frame.
+        Slots past `num_valid_tokens` hold anything; what fp8_e4m3 holds is k / k_scale. Raises
+        NotResident without a device frame.
         """
         return self._data(layer)[0]
 

@@ -41,7 +41,7 @@ class Capacity:
     """Sizes of a model's blocks and tiers, and what they hold. None: not asked, see ``reasons``."""
 
     model: str
-    dtype: str
+    dtype: str  # that K and V are stored as
     block_size: int  # tokens
     num_layers: int
     groups: tuple[LayerGroup, ...]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvmem.budget import free_host_bytes, usable_budget
-from kvmem.checks import boolean, choice, integer, nearest, shown
+from kvmem.checks import boolean, choice, integer, shown
 from kvmem.errors import ConfigError
 from kvmem.geometry import (
     ELEMENT_BYTES,
@@ -25,6 +25,13 @@ from kvmem.geometry import (
 from kvmem.sim_options import SimOptions
 from kvmem.size_plan import SizePlan
 from kvmem.sizes import SIZE_FORMS, parse_size, with_unit
+from kvmem.storage_dtype import (
+    Scales,
+    checked_dtype,
+    checked_kv_dtype,
+    checked_scales,
+    storage_name,
+)
 from kvmem.tier_policy import checked_policy, checked_watermarks, useless_host_tier
 
 MAX_LAYERS = 4096
@@ -32,9 +39,6 @@ MAX_KV_HEADS = 4096
 MAX_HEAD_DIM = 4096
 MAX_WINDOW = 2**31 - 1
 BLOCK_SIZES = tuple(2**n for n in range(11))
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_PLANNED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "fp8", "int8")
 
 DEVICES = ("cpu", "sim")
 _PLANNED_DEVICES = ("cuda",)
@@ -79,9 +83,14 @@ class Config:
     """All settings of a Manager; immutable, checked when made, comparable and hashable.
 
     Geometry: ``num_layers`` layers with K ``[num_kv_heads, head_dim]`` and V
-    ``[num_kv_heads, v_head_dim]`` a token (``v_head_dim=None``: the same), stored as ``dtype``
+    ``[num_kv_heads, v_head_dim]`` a token (``v_head_dim=None``: the same), computed in ``dtype``
     (float32, float16 or bfloat16, a torch dtype or its name). ``layers`` gives one LayerSpec a
     layer; in this version all are equal. ``window``: each layer sees the last ``window`` positions.
+
+    Storage: ``kv_dtype=None`` is ``dtype``; "fp8_e4m3" (torch.float8_e4m3fn) takes a byte a number.
+    Stored then is k / ``k_scale`` and v / ``v_scale``, rounded to nearest, ties to even; what is
+    above 448, infinity too, saturates, NaN stays NaN. A scale is a number (default 1), or numbers
+    that broadcast to ``[num_layers, num_kv_heads]``; reading multiplies by it, so it never changes.
 
     Sizes: ``block_size`` tokens a block, a power of two up to 1024. Each tier in blocks, or as
     memory: bytes (int), a str such as "8GiB", or a share 0 < x < 1 (float) of the host memory that
@@ -111,6 +120,9 @@ class Config:
     head_dim: int
     v_head_dim: int
     dtype: torch.dtype
+    kv_dtype: torch.dtype
+    k_scale: Scales | None = field(repr=False)  # by layer and head; None: no fp8_e4m3
+    v_scale: Scales | None = field(repr=False)
     device: str
     block_size: int
     device_blocks: int
@@ -133,6 +145,9 @@ class Config:
         head_dim: int,
         v_head_dim: int | None = None,
         dtype: torch.dtype | str = torch.float32,
+        kv_dtype: torch.dtype | str | None = None,
+        k_scale: object = None,
+        v_scale: object = None,
         device: str = "cpu",
         block_size: int = 64,
         device_blocks: int | None = None,
@@ -161,7 +176,7 @@ class Config:
             v_head_dim=spec.v_head_dim,
             layers=specs,
             window=specs[0].window,
-            dtype=_dtype(dtype),
+            dtype=checked_dtype(dtype),
             device=_device(device),
             block_size=_block_size(block_size),
             eviction=_policy("eviction", eviction, EVICTIONS, _PLANNED_EVICTIONS),
@@ -170,6 +185,10 @@ class Config:
             debug=boolean("debug", debug),
         )
         self._set(sim=_sim(sim, self.device))
+        self._set(kv_dtype=checked_kv_dtype(kv_dtype, self.dtype))
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            sizes = (self.num_layers, self.num_kv_heads)
+            self._set(**{name: checked_scales(name, scale, self.kv_dtype, *sizes)})
         self._set(device_blocks=self._blocks("device", 1, device_blocks, device_memory))
         self._set(host_blocks=self._blocks("host", 0, host_blocks, host_memory))
         self._set(tier_policy=checked_policy(tier_policy, self.host_blocks))
@@ -223,13 +242,18 @@ class Config:
             head_dim=self.head_dim,
             value_dim=self.v_head_dim,
             block_size=self.block_size,
-            element_bytes=ELEMENT_BYTES[self.dtype_name],
+            element_bytes=ELEMENT_BYTES[self.kv_dtype_name],
         )
 
     @property
     def dtype_name(self) -> str:
         """ "float32", "float16" or "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def kv_dtype_name(self) -> str:
+        """What K and V are stored as: `dtype_name`, or "fp8_e4m3"."""
+        return storage_name(self.kv_dtype)
 
     def plan(self) -> SizePlan:
         """Bytes a token, a block and a tier, and the stuck-free bound. Nothing is allocated."""
@@ -321,20 +345,6 @@ def _layers(
 def _numbers(spec: LayerSpec) -> tuple[int, int, int | None, int | None]:
     """The four numbers of ``spec`` in the order in which messages list them."""
     return (spec.num_kv_heads, spec.head_dim, spec.v_head_dim, spec.window)
-
-
-def _dtype(value: object) -> torch.dtype:
-    listed = ", ".join(DTYPES)
-    if not isinstance(value, (str, torch.dtype)):
-        raise TypeError(f"dtype must be a torch dtype or its name ({listed}), not {shown(value)}")
-    name = str(value).removeprefix("torch.")
-    if name in DTYPES:
-        return DTYPES[name]
-    if name in _PLANNED_DTYPES or name.startswith("float8"):
-        raise ConfigError(f"dtype={shown(name)} is not in this version; supported: {listed}")
-    raise ConfigError(
-        f"dtype={shown(name)} cannot be stored; supported: {listed}{nearest(name, DTYPES)}"
-    )
 
 
 def _device(value: object) -> str:

@@ -21,7 +21,7 @@ from functools import cached_property
 PLANE_ALIGNMENT = 64
 
 #: Bytes of one stored element, by the name of its dtype.
-ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1}
 
 #: Frame 0 of each tier: zeros on the device, never allocated.
 RESERVED_FRAMES = 1

@@ -396,7 +396,8 @@ class Manager:
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of K and V of a layer in the device arena, `[frames, block_size, num_kv_heads,
-        head_dim | v_head_dim]`, strided, no copy; frame 0 is the null frame. For own kernels."""
+        head_dim | v_head_dim]`, strided, no copy; frame 0 is the null frame. For own kernels, which
+        multiply what fp8_e4m3 holds by the config's scales."""
         self._runtime.check_open()
         num = integer("layer", layer, low=0, high=self.config.num_layers - 1)
         return self._runtime.store.kv(num)

@@ -7,8 +7,8 @@ returns it: planes ``[num_kv_heads, block_size, dim]`` at one distance. Outside 
 
 The ops see no Manager: they check shapes, slots and tables, and nothing else keeps a caller from
 writing frames that a sequence shares (R3). In this version tensors live on the CPU; float32,
-bfloat16, float16. Registered with ``torch.library``, so that ``torch.compile`` and FakeTensors
-take them; no autograd.
+bfloat16, float16; caches also torch.float8_e4m3fn, with a scale a K/V head. Registered with
+``torch.library``, so that ``torch.compile`` and FakeTensors take them; no autograd.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 import cuda_kernels
 from kvmem.errors import ShapeError
+from kvmem.storage_dtype import FP8, FP8_NAME
 
 __all__ = ["copy_blocks", "paged_attention", "write_kv"]
 
@@ -29,6 +30,7 @@ _DTYPE_NAMES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
+_CACHE_NAMES = {**_DTYPE_NAMES, FP8: FP8_NAME}
 
 
 @torch.library.custom_op("kvmem::paged_attention", mutates_args=())
@@ -44,8 +46,13 @@ def paged_attention(
     softcap: float | None = None,
     alibi: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend the tokens of each row to the row's positions; returns ``(out, lse)``.
+
+    Caches have the query's dtype, or are torch.float8_e4m3fn: what they hold is then multiplied by
+    ``k_scale`` and ``v_scale``, float32 ``[num_kv_heads]`` (None: 1).
 
     ``query`` ``[num_tokens, num_heads, head_dim]``; ``block_table`` int32 ``[rows, columns]`` of
     frame ids, of which row ``i`` uses the first ``ceil(seq_lens[i] / block_size)``; ``seq_lens``
@@ -60,7 +67,7 @@ def paged_attention(
     ``cuda_kernels.paged_attention``; a table that isn't contiguous is copied.
     """
     caches = _caches(key_cache, value_cache)
-    _require("query", query, (None, None, caches.head_dim), key_cache.dtype)
+    _require("query", query, (None, None, caches.head_dim), caches.computed)
     table = _integers("block_table", block_table, 2, (torch.int32,))
     rows = table.shape[0]
     lengths = _integers("seq_lens", seq_lens, 1)
@@ -74,7 +81,7 @@ def paged_attention(
     num_tokens, num_heads = query.shape[:2]
     for name, vector in (("alibi", alibi), ("sinks", sinks)):
         if vector is not None:
-            _require(name, vector, (num_heads,), torch.float32)
+            _require(name, vector, (num_heads,), (torch.float32,))
     out = query.new_zeros((num_tokens, num_heads, caches.value_dim))
     lse = query.new_full((num_tokens, num_heads), -torch.inf, dtype=torch.float32)
     cuda_kernels.paged_attention(
@@ -91,6 +98,8 @@ def paged_attention(
         alibi=None if alibi is None else alibi.detach().numpy(),
         sinks=None if sinks is None else sinks.detach().numpy(),
         lse=lse.numpy(),
+        dtype=_DTYPE_NAMES[query.dtype],
+        **_scales(caches, k_scale, v_scale),
         **caches.geometry(),
     )
     return out, lse
@@ -109,6 +118,8 @@ def _paged_attention_fake(
     softcap: float | None = None,
     alibi: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = query.shape[:2]
     out = query.new_empty((*shape, value_cache.shape[3]))
@@ -122,22 +133,32 @@ def write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Store token ``t`` in slot ``slot_mapping[t]`` = frame * block_size + offset; -1 skips it.
 
     ``key`` ``[num_tokens, num_kv_heads, head_dim]`` and ``value`` ``[num_tokens, num_kv_heads,
     value_dim]`` of the caches' dtype, any strides; ``slot_mapping`` int32 or int64
-    ``[num_tokens]``. Which of two tokens with one slot stays is undefined.
+    ``[num_tokens]``. Which of two tokens with one slot stays is undefined. Caches of
+    torch.float8_e4m3fn hold ``key / k_scale`` and ``value / v_scale``, float32 ``[num_kv_heads]``
+    (None: 1), rounded, ties to even; above 448 they saturate, NaN stays NaN.
 
     Raises ShapeError, TypeError or ValueError as ``paged_attention``, before a byte is written.
     """
     caches = _caches(key_cache, value_cache)
     slots = _integers("slot_mapping", slot_mapping, 1)
     shape = (slots.shape[0], caches.num_kv_heads)
-    _require("key", key, (*shape, caches.head_dim), key_cache.dtype)
-    _require("value", value, (*shape, caches.value_dim), key_cache.dtype)
+    _require("key", key, (*shape, caches.head_dim), caches.computed)
+    _require("value", value, (*shape, caches.value_dim), (key.dtype,))
     cuda_kernels.write_kv(
-        caches.arena, _bits(key), _bits(value), slot_mapping=slots, **caches.geometry()
+        caches.arena,
+        _bits(key),
+        _bits(value),
+        slot_mapping=slots,
+        dtype=_DTYPE_NAMES[key.dtype],
+        **_scales(caches, k_scale, v_scale),
+        **caches.geometry(),
     )
 
 
@@ -148,6 +169,8 @@ def _write_kv_fake(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     return None
 
@@ -216,7 +239,8 @@ class _Caches(NamedTuple):
 
     arena: NDArray[Any]
     value_arena: NDArray[Any]
-    dtype: str
+    kv_dtype: str
+    computed: tuple[torch.dtype, ...]  # what queries and rows to write may have
     block_size: int
     num_kv_heads: int
     head_dim: int
@@ -224,8 +248,24 @@ class _Caches(NamedTuple):
 
     def geometry(self) -> dict[str, Any]:
         """The keyword arguments that kernels share."""
-        names = {name: value for name, value in self._asdict().items() if name != "arena"}
-        return names | {"key_offset": 0, "value_offset": 0}
+        named = self._asdict()
+        del named["arena"], named["computed"]
+        return named | {"key_offset": 0, "value_offset": 0}
+
+
+def _scales(caches: _Caches, *scales: torch.Tensor | None) -> dict[str, Any]:
+    """The keyword arguments of what fp8 is multiplied by; refused beside other caches."""
+    given: dict[str, Any] = {}
+    for name, tensor in zip(("key_scale", "value_scale"), scales, strict=True):
+        if tensor is None:
+            continue
+        if caches.kv_dtype != FP8_NAME:
+            raise ShapeError(
+                f"{name[0]}_scale needs caches of {FP8}; these are {caches.kv_dtype}: leave it out"
+            )
+        _require(f"{name[0]}_scale", tensor, (caches.num_kv_heads,), (torch.float32,))
+        given[name] = tensor.detach().contiguous().numpy()
+    return given
 
 
 def _caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> _Caches:
@@ -241,7 +281,8 @@ def _caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> _Caches:
     return _Caches(
         key.arena,
         value.arena,
-        _DTYPE_NAMES[key_cache.dtype],
+        _CACHE_NAMES[key_cache.dtype],
+        tuple(_DTYPE_NAMES) if key_cache.dtype == FP8 else (key_cache.dtype,),
         key.block_size,
         key.num_kv_heads,
         key.width,
@@ -251,7 +292,7 @@ def _caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> _Caches:
 
 def _plane(name: str, cache: torch.Tensor) -> _Plane:
     """Take one cache view apart, or raise ShapeError."""
-    _require(name, cache, (None, None, None, None))
+    _require(name, cache, (None, None, None, None), tuple(_CACHE_NAMES))
     frames, block_size, heads, width = cache.shape
     plane_elements = block_size * heads * width
     inner = (width, block_size * width, 1)
@@ -279,7 +320,7 @@ def _require(
     name: str,
     tensor: torch.Tensor,
     shape: tuple[int | None, ...],
-    dtype: torch.dtype | None = None,
+    allowed: tuple[torch.dtype, ...],
 ) -> None:
     """Refuse a tensor of another device, dtype or shape (None = any)."""
     if tensor.device.type != "cpu":
@@ -287,7 +328,6 @@ def _require(
             f"{name} is on {tensor.device}; in this version the ops take CPU tensors: "
             f"move it with .cpu()"
         )
-    allowed = tuple(_DTYPE_NAMES) if dtype is None else (dtype,)
     if tensor.dtype not in allowed:
         raise ShapeError(
             f"{name} has dtype {tensor.dtype}; expected {' or '.join(str(d) for d in allowed)}"
@@ -334,6 +374,6 @@ def _bits(tensor: torch.Tensor) -> NDArray[Any]:
     """A tensor's memory as the NumPy storage dtype of the kernels, no copy."""
     plain = tensor.detach()
     if plain.dtype != torch.float32:
-        plain = plain.view(torch.uint16)
+        plain = plain.view(torch.uint8 if plain.dtype == FP8 else torch.uint16)
     array: NDArray[Any] = plain.numpy()
     return array

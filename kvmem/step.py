@@ -170,7 +170,8 @@ class Step:
         return StepGroup(self.block_table, self.slot_mapping)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store K `[num_tokens, num_kv_heads, head_dim]` and V (`v_head_dim`) of the tokens.
+        """Store K `[num_tokens, num_kv_heads, head_dim]` and V (`v_head_dim`) of the tokens, of the
+        config's `dtype`; as its `kv_dtype`.
 
         Slots -1 are skipped. Raises ShapeError, TypeError or ValueError with nothing written,
         RuntimeError outside the step's body. O(bytes).

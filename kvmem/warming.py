@@ -192,6 +192,7 @@ def _small(config: Config) -> Config:
         head_dim=config.head_dim,
         v_head_dim=config.v_head_dim,
         dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
         device=config.device,
         block_size=config.block_size,
         device_blocks=blocks,

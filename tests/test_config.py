@@ -159,7 +159,24 @@ BAD = [
     # keywords
     ({"num_layers": None}, TypeError, r"num_layers"),
     ({"device_block": 8}, TypeError, r"device_block"),
-    ({"kv_dtype": "fp8"}, TypeError, r"kv_dtype"),
+    # storage
+    ({"kv_dtype": "fp8"}, REFUSED, LATER + "None .dtype, here float32., 'fp8_e4m3'"),
+    ({"kv_dtype": "float8_e5m2"}, REFUSED, LATER + "None"),
+    ({"kv_dtype": torch.int8}, REFUSED, LATER + "None"),
+    ({"kv_dtype": "bfloat16"}, REFUSED, LATER + "None .dtype, here float32."),
+    ({"kv_dtype": "e4m3"}, REFUSED, r"kv_dtype='e4m3' is unknown; .*did you mean 'fp8_e4m3'"),
+    ({"kv_dtype": 8}, TypeError, r"kv_dtype must be .*not 8"),
+    ({"k_scale": 1.0}, REFUSED, r"k_scale needs kv_dtype='fp8_e4m3'.*stored as float32"),
+    ({"v_scale": [1.0], "kv_dtype": torch.float32}, REFUSED, r"v_scale needs kv_dtype="),
+    ({"kv_dtype": "fp8_e4m3", "k_scale": 0}, REFUSED, r"layer 0, K/V head 0 is 0\.0; expected"),
+    ({"kv_dtype": "fp8_e4m3", "k_scale": -1.0}, REFUSED, r"k_scale of layer 0.*1e-12 to"),
+    ({"kv_dtype": "fp8_e4m3", "v_scale": float("nan")}, REFUSED, r"v_scale .* is nan"),
+    ({"kv_dtype": "fp8_e4m3", "v_scale": [1, 1, 1e30]}, REFUSED, r"layer 0, K/V head 2 is "),
+    ({"kv_dtype": "fp8_e4m3", "k_scale": [1, 2]}, REFUSED, r"broadcast to \(4, 3\)"),
+    ({"kv_dtype": "fp8_e4m3", "k_scale": [[1], [1, 2]]}, REFUSED, r"k_scale is .*broadcast"),
+    ({"kv_dtype": "fp8_e4m3", "k_scale": "1"}, TypeError, r"k_scale must be .*not '1'"),
+    ({"kv_dtype": "fp8_e4m3", "k_scale": [True] * 3}, TypeError, r"k_scale must be"),
+    ({"kv_dtype": "fp8_e4m3", "v_scale": object()}, TypeError, r"v_scale must be"),
 ]
 
 

@@ -57,6 +57,68 @@ def copy_arguments(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, A
     }
 
 
+def in_fp8(arguments: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The same over caches of fp8_e4m3, with scales."""
+    scales = 2 ** torch.rand(2, HEADS, generator=torch.Generator().manual_seed(seed))
+    caches = {
+        name: (arguments[name].float() / by[:, None]).to(torch.float8_e4m3fn)
+        for name, by in zip(("key_cache", "value_cache"), scales, strict=True)
+    }
+    planes = {n: c.transpose(1, 2).contiguous().transpose(1, 2) for n, c in caches.items()}
+    return arguments | planes | {"k_scale": scales[0], "v_scale": scales[1]}
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_caches_in_fp8(seed: int, dtype: torch.dtype) -> None:
+    """Attention over what they hold, times the scales, and writes that round as torch does."""
+    arguments = in_fp8(attention_arguments(seed, dtype), seed)
+    out, lse = ops.paged_attention(**arguments)
+    assert out.dtype == dtype
+    widened = {
+        name: arguments[name].float() * arguments[scale][:, None]
+        for name, scale in (("key_cache", "k_scale"), ("value_cache", "v_scale"))
+    }
+    plain = {k: v for k, v in arguments.items() if k not in ("k_scale", "v_scale")}
+    planes = {n: c.transpose(1, 2).contiguous().transpose(1, 2) for n, c in widened.items()}
+    expected = ops.paged_attention(**(plain | planes | {"query": arguments["query"].float()}))
+    assert (out.float() - expected[0]).abs().max() <= DTYPES[dtype] * 5
+    assert torch.allclose(lse, expected[1], atol=1e-4)
+
+    rows = in_fp8(write_arguments(seed, dtype), seed)
+    ops.write_kv(**rows)
+    for name, cache, scale in (
+        ("key", "key_cache", "k_scale"),
+        ("value", "value_cache", "v_scale"),
+    ):
+        wanted = (rows[name].float() / rows[scale][:, None]).to(torch.float8_e4m3fn)
+        for row, slot in ((0, 17), (2, 71)):
+            stored = rows[cache][slot // BLOCK, slot % BLOCK]
+            assert torch.equal(stored.view(torch.uint8), wanted[row].view(torch.uint8))
+    source = rows["key_cache"].clone()
+    ops.copy_blocks(
+        [rows["key_cache"]], torch.tensor([2]), torch.tensor([5]), torch.tensor([BLOCK])
+    )
+    copied = rows["key_cache"][5].view(torch.uint8)
+    assert torch.equal(copied, source[2].view(torch.uint8))
+
+
+def test_fp8_is_refused_where_it_cannot_be(seed: int) -> None:
+    arguments = in_fp8(attention_arguments(seed), seed)
+    for changes, message in (
+        ({"query": arguments["query"].to(torch.float8_e4m3fn)}, "query has dtype .*float8_e4m3fn"),
+        ({"k_scale": torch.ones(HEADS + 1)}, "k_scale has shape"),
+        ({"v_scale": torch.ones(HEADS).double()}, "v_scale has dtype torch.float64"),
+        ({"value_cache": arguments["value_cache"].float()}, "must agree in dtype"),
+        ({"key_cache": arguments["key_cache"].to(torch.float8_e5m2)}, "key_cache has dtype"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            ops.paged_attention(**(arguments | changes))
+    with pytest.raises(ValueError, match=r"key_scale\[1\] is not a number from"):
+        ops.paged_attention(**(arguments | {"k_scale": torch.tensor([1.0, 0.0])}))
+    with pytest.raises(ShapeError, match="v_scale needs caches of torch.float8_e4m3fn"):
+        ops.write_kv(**write_arguments(seed), v_scale=torch.ones(HEADS))
+
+
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_paged_attention(seed: int, dtype: torch.dtype) -> None:
     arguments = attention_arguments(seed, dtype)

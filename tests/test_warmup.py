@@ -28,10 +28,12 @@ def entry_points():
     return [f for f in _functions() if f.py_func.__module__.startswith("kvmem.ledger")
             and not f.targetoptions.get("no_cpython_wrapper")]
 
+SETTINGS = (("float32", False, None), ("bfloat16", True, None), ("float16", False, "fp8_e4m3"))
 calls, reports = [], []
-for dtype, debug in (("float32", False), ("bfloat16", True)):
+for dtype, debug, kv_dtype in SETTINGS:
     config = kvmem.Config(num_layers=1, num_kv_heads=2, head_dim=32, v_head_dim=24, dtype=dtype,
-                          block_size=8, device_blocks=1400, host_blocks=1400, debug=debug)
+                          kv_dtype=kv_dtype, block_size=8, device_blocks=1400, host_blocks=1400,
+                          debug=debug)
     for _ in range(2):
         report = kvmem.warmup(config, progress=lambda *what: calls.append(what))
         reports.append([report.seconds, report.num_compiled, report.num_loaded,
@@ -75,9 +77,11 @@ def work(m, tokens):
     m.can_fit(tokens=tokens, seqs=seqs); m.match(tokens); m.verify()
     m.free(seqs + forks); m.reset(); m.reset("a"); m.stats(); m.snapshot()
 
-for dtype, debug in (("float32", False), ("bfloat16", True)):
+for dtype, debug, kv_dtype in SETTINGS:
+    scale = None if kv_dtype is None else [0.5, 2.0]
     config = kvmem.Config(num_layers=1, num_kv_heads=2, head_dim=32, v_head_dim=24, dtype=dtype,
-                          block_size=8, device_blocks=1400, host_blocks=1400, debug=debug)
+                          kv_dtype=kv_dtype, k_scale=scale, block_size=8, device_blocks=1400,
+                          host_blocks=1400, debug=debug)
     with kvmem.Manager(config) as m:
         work(m, np.arange(2600 if dtype == "float32" else 300, dtype=np.int32))
 print(json.dumps({"calls": calls, "reports": reports, "cold": cold,

@@ -33,6 +33,7 @@ from benchmarks.blocks import bench_blocks  # noqa: E402
 from benchmarks.create import bench_create  # noqa: E402
 from benchmarks.engine import bench_engine  # noqa: E402
 from benchmarks.figure import Figure, busy_share  # noqa: E402
+from benchmarks.fp8 import bench_fp8  # noqa: E402
 from benchmarks.launch import bench_launch  # noqa: E402
 from benchmarks.start import bench_start  # noqa: E402
 from benchmarks.step import bench_step  # noqa: E402
@@ -47,6 +48,7 @@ SECTIONS: dict[str, Callable[[int], list[Figure]]] = {
     "blocks": bench_blocks,
     "swap": bench_swap,
     "attend": bench_attend,
+    "fp8": bench_fp8,
     "engine": bench_engine,
     "start": bench_start,
     "launch": bench_launch,

@@ -10,7 +10,13 @@ from numpy.typing import NDArray
 
 from cuda_kernels import checks
 from cuda_kernels.cuda.array import DeviceArray, device_of
-from cuda_kernels.dtypes import STORAGE_DTYPES, StorageDtype, storage_dtype
+from cuda_kernels.dtypes import (
+    FP8,
+    STORAGE_DTYPES,
+    StorageDtype,
+    kv_storage_dtype,
+    storage_dtype,
+)
 from cuda_kernels.plane import plane_of
 
 if TYPE_CHECKING:
@@ -18,7 +24,7 @@ if TYPE_CHECKING:
 
 _FLOAT32 = np.dtype(np.float32)
 # The NumPy dtype of a storage dtype's bits, by its kind.
-STORAGE_BITS = {storage.kind: storage.bits_dtype for storage in STORAGE_DTYPES.values()}
+STORAGE_BITS = {s.kind: s.bits_dtype for s in (*STORAGE_DTYPES.values(), FP8)}
 
 
 def paged_attention(
@@ -45,8 +51,14 @@ def paged_attention(
     lse: NDArray[np.float32] | DeviceArray | None = None,
     value_arena: NDArray[Any] | DeviceArray | None = None,
     layout: str = "HND",
+    kv_dtype: str | None = None,
+    key_scale: NDArray[np.float32] | None = None,
+    value_scale: NDArray[np.float32] | None = None,
     check: bool = True,
     stream: int = 0,
+    max_seq_len: int | None = None,
+    workspace: DeviceArray | None = None,
+    cores: str = "auto",
 ) -> None:
     """Attend each query token to the positions of its row up to its own; write ``out``.
 
@@ -71,6 +83,10 @@ def paged_attention(
     ``[num_heads]``. ``lse``, float32 ``[num_tokens, num_heads]``, receives the natural logarithm
     of the denominator ``out`` was divided by: with sinks, they are included.
 
+    With ``kv_dtype`` "fp8_e4m3" the arenas are uint8, and what they hold is multiplied by
+    ``key_scale`` and ``value_scale``, float32 ``[num_kv_heads]`` from 1e-12 to 1e12 (None: 1): the
+    scales go to queries and results, so they cost nothing. Not on a device in this version.
+
     Arithmetic is float32. A token's result depends, bit for bit, neither on the other rows, nor on
     how the row was cut into steps, nor on frames, nor on the number of threads. NaN or Inf past a
     row's length, in other frames, or at positions a token doesn't attend to reaches no result.
@@ -81,16 +97,25 @@ def paged_attention(
     Numba's threads with the GIL released; scratch of 100 KB or so a thread.
 
     Arrays may lie on a device (all of them, `DeviceArray`; the row arrays of one dtype, head_dim
-    and value_dim at most 512): one kernel is queued on ``stream``, the handle of a CUDA stream, and
-    what the row arrays hold is trusted. It reads K and V once for each token and up to 8 heads.
+    and value_dim at most 512, rows below 2**31 positions): kernels are queued on ``stream``, the
+    handle of a CUDA stream, and what the row arrays hold is trusted. K and V are read once for
+    each token and up to 16 heads.
+    ``cores`` picks the kernel: "tensor" cores (bfloat16 and float16, head_dim = value_dim one of
+    64, 96, 128, 256, block_size a multiple of 16, addresses and strides of q, K and V multiples of
+    16 bytes), "ordinary" ones (every call), or "auto", the former where possible. The two round
+    differently. A token is one block of threads, unless ``max_seq_len``, at least the largest of
+    ``seq_lens``, and ``workspace``, float32 on the device, are given: then long rows of small
+    batches are cut over many blocks, with the same bits (`cuda_call.workspace_elements` tells
+    the size; until the work is done the workspace belongs to it). The CPU ignores the three.
     """
     storage = storage_dtype(dtype)
+    stored = kv_storage_dtype(kv_dtype, storage)
     values = arena if value_arena is None else value_arena
     if check:
         device_of(
             query=query, out=out, arena=arena, value_arena=value_arena, table=table,
             table_start=table_start, seq_lens=seq_lens, query_start=query_start,
-            alibi=alibi, sinks=sinks, lse=lse,
+            alibi=alibi, sinks=sinks, lse=lse, workspace=workspace,
         )  # fmt: skip
         checks.layout(layout)
         _check_arrays(
@@ -98,7 +123,7 @@ def paged_attention(
             query,
             arena,
             values,
-            storage,
+            (storage, stored),
             key_offset,
             value_offset,
             block_size,
@@ -106,11 +131,13 @@ def paged_attention(
             head_dim,
             value_dim,
         )
+        checks.kv_scales(stored, num_kv_heads, key_scale=key_scale, value_scale=value_scale)
         _check_rules(query.shape[1], scale, window, softcap, alibi, sinks)
         if lse is not None:
             checks.array("lse", lse, (_FLOAT32,), query.shape[:2])
             checks.writable("lse", lse)
         _check_rows(query.shape[0], table, table_start, seq_lens, query_start)
+        _check_options(max_seq_len, workspace, cores)
     heads, size = int(num_kv_heads), int(block_size)
     arrays: Any = (out, query, arena, values)
     starts: Any = (table_start, seq_lens, query_start)
@@ -124,12 +151,13 @@ def paged_attention(
         int(window or 0),
         float(softcap or 0),
     )
-    ends: Any = (alibi, sinks)
-    _launch(arrays, lse, table, starts, rules, ends, arena.shape[0] if check else 0, stream)
+    ends: Any = (alibi, sinks, stored.kind, key_scale, value_scale)
+    options = (int(stream), max_seq_len, workspace, cores)
+    _launch(arrays, lse, table, starts, rules, ends, arena.shape[0] if check else 0, options)
 
 
 def _launch(
-    arrays: Any, lse: Any, table: Any, starts: Any, rules: Any, ends: Any, frames: int, stream: int
+    arrays: Any, lse: Any, table: Any, starts: Any, rules: Any, ends: Any, frames: int, options: Any
 ) -> None:
     """Hand a call to the kernel of the arrays' device; `frames` > 0: check the tables first."""
     from cuda_kernels.attention.request import Request
@@ -138,8 +166,9 @@ def _launch(
     if isinstance(table, DeviceArray):
         from cuda_kernels.attention import cuda_call
 
+        checks.no_fp8_on_device(ends[2])
         request = Request._make((*arrays, lse, Rows._make((table, *starts)), *rules, *ends))
-        cuda_call.attend(request, stream)
+        cuda_call.attend(request, cuda_call.DeviceOptions._make(options))
         return
     from cuda_kernels import simd
 
@@ -149,7 +178,8 @@ def _launch(
         from cuda_kernels.attention import cpu as twin  # type: ignore[no-redef]
 
     rows = Rows(table, *(np.ascontiguousarray(array, np.int64) for array in starts))
-    bits = (array.view(STORAGE_BITS[rules[0]]) for array in arrays)
+    kinds = (rules[0], rules[0], ends[2], ends[2])
+    bits = (a.view(STORAGE_BITS[kind]) for a, kind in zip(arrays, kinds, strict=True))
     request = Request._make((*bits, lse, rows, *rules, *ends))
     if frames:
         _check_tables(rows, request.block_size, request.window, frames)
@@ -161,7 +191,7 @@ def _check_arrays(
     query: Any,
     arena: Any,
     values: Any,
-    storage: StorageDtype,
+    storages: tuple[StorageDtype, StorageDtype],
     key_offset: int,
     value_offset: int,
     block_size: int,
@@ -169,12 +199,12 @@ def _check_arrays(
     head_dim: int,
     value_dim: int,
 ) -> None:
-    """Shapes, dtypes and planes."""
+    """Shapes, dtypes (of queries and results, of K and V) and planes."""
     size = checks.integer("block_size", block_size, 1, 2**20)
     heads = checks.integer("num_kv_heads", num_kv_heads, 1, 2**20)
     dims = checks.integer("head_dim", head_dim, 1, 2**16)
     value_dims = checks.integer("value_dim", value_dim, 1, 2**16)
-    dtypes = (storage.array_dtype,)
+    dtypes, stored = (storages[0].array_dtype,), (storages[1].array_dtype,)
     checks.array("query", query, dtypes, (None, None, dims))
     num_tokens, num_heads, _ = query.shape
     if num_heads == 0 or num_heads % heads:
@@ -183,9 +213,9 @@ def _check_arrays(
         )
     checks.array("out", out, dtypes, (num_tokens, num_heads, value_dims))
     checks.writable("out", out)
-    checks.array("arena", arena, dtypes, (None, None), contiguous=True)
+    checks.array("arena", arena, stored, (None, None), contiguous=True)
     checks.plane("key_offset", key_offset, heads, size, dims, arena.shape[1])
-    checks.array("value_arena", values, dtypes, (arena.shape[0], None), contiguous=True)
+    checks.array("value_arena", values, stored, (arena.shape[0], None), contiguous=True)
     checks.plane("value_offset", value_offset, heads, size, value_dims, values.shape[1])
 
 
@@ -249,6 +279,17 @@ def _check_rows(
             f"query_start must begin at 0 and end at most at num_tokens {num_tokens}; got "
             f"{int(query_start[0])} and {int(query_start[-1])}"
         )
+
+
+def _check_options(max_seq_len: Any, workspace: Any, cores: Any) -> None:
+    """What only a device uses."""
+    if max_seq_len is not None:
+        checks.integer("max_seq_len", max_seq_len, 0)
+    if workspace is not None:
+        checks.array("workspace", workspace, (_FLOAT32,), (None,), contiguous=True)
+        checks.writable("workspace", workspace)
+    if cores not in ("auto", "tensor", "ordinary"):
+        raise ValueError(f"cores must be 'auto', 'tensor' or 'ordinary', got {cores!r}")
 
 
 def _check_tables(rows: Rows, block_size: int, window: int, num_frames: int) -> None:

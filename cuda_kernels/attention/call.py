@@ -22,9 +22,13 @@ _INTEGERS = (
     *("block_size", "head_dim", "value_dim", "group"),
     # a float32 a head in units of log2(e), 0: off
     *("window", "slopes", "sinks"),
+    # a float32 a KV head, 0: none; 1 where K and V are loaded as even and odd elements, but queries
+    # and results in order
+    *("key_scales", "value_scales", "dealt"),
     # tasks and merges (tasks.py), partial results, next task to take
     *("tasks", "num_tasks", "merges", "num_merges", "workspace", "slot_bytes", "ticket"),
-    *("scratch_bytes", "kind", "item_bytes"),
+    # of queries and results; of K and V
+    *("scratch_bytes", "kind", "kv_kind", "kv_bytes"),
 )
 CALL = np.dtype(
     [(name, np.int64) for name in _INTEGERS] + [("scale", np.float32), ("softcap", np.float32)],

@@ -26,12 +26,12 @@ from cuda_kernels.attention.room import scratch_size
 from cuda_kernels.attention.state import state_bytes
 from cuda_kernels.attention.tasks import NUM_COLUMNS
 from cuda_kernels.attention.walk import run_merge, run_task
-from cuda_kernels.dtypes import Bits
+from cuda_kernels.dtypes import BFLOAT16, FP8_E4M3, Bits
 from cuda_kernels.launch import launch_parallel
 from cuda_kernels.plane import Plane
 from cuda_kernels.simd import address_of, fetch_add
 from cuda_kernels.threads import address, call_here, call_on_all_threads
-from cuda_kernels.vectors import QUAD
+from cuda_kernels.vectors import FP8_LOADED, QUAD
 
 # Query rows (tokens times heads of a group) a tile aims at.
 TILE_ROWS = 64
@@ -103,6 +103,14 @@ def scales(request: Request) -> tuple[float, float]:
     return request.scale * _LOG2_E, 0.0
 
 
+def as_loaded(scale: NDArray[np.float32] | None, request: Request) -> NDArray[np.float32] | None:
+    """What numbers of K or V, as they are loaded, are multiplied by; a float32 a KV head."""
+    if request.kv_kind != FP8_E4M3:
+        return None
+    ones = np.ones(request.num_kv_heads, np.float32)
+    return np.multiply(ones if scale is None else scale, 1 / FP8_LOADED, dtype=np.float32)
+
+
 def attend(request: Request) -> None:
     """Run the twin; cost and guarantees are those of `paged_attention`."""
     rows, query, out, lse = request.rows, request.query, request.out, request.lse
@@ -128,6 +136,9 @@ def attend(request: Request) -> None:
     workspace = np.empty(num_slots * slot_bytes, np.uint8)
     ticket = np.zeros(1, np.int64)
     slopes, sinks = in_log2(request.alibi), in_log2(request.sinks)
+    key_scale = as_loaded(request.key_scale, request)
+    value_scale = as_loaded(request.value_scale, request)
+    dealt = request.kv_kind == FP8_E4M3 and request.kind != BFLOAT16
     call = np.empty(CALL.itemsize // 8, np.int64)
     call.view(CALL)[0] = (
         *(address(query), *query.strides[:2]),
@@ -139,9 +150,10 @@ def attend(request: Request) -> None:
         *(address(rows.seq_lens), address(rows.query_start)),
         *(request.block_size, request.key.dims, request.value.dims, group),
         *(request.window, address_or_zero(slopes), address_or_zero(sinks)),
+        *(address_or_zero(key_scale), address_or_zero(value_scale), dealt),
         *(address(tasks), tasks.shape[0], address(merges), merges.shape[0]),
         *(address(workspace), slot_bytes, address(ticket)),
-        *(scratch_bytes, request.kind, query.itemsize),
+        *(scratch_bytes, request.kind, request.kv_kind, request.arena.itemsize),
         *scales(request),
     )
     quads = (tile_tokens * group + QUAD - 1) // QUAD

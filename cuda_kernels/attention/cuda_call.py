@@ -1,21 +1,35 @@
-"""`paged_attention` on a device: from a checked request to one launch. Imports no CUDA library."""
+"""`paged_attention` on a device: from a checked request to its launches. Imports no CUDA library.
+
+Two kernels: one on tensor cores, for what they can do, and one on ordinary cores, for everything.
+Which of them runs hangs on dtype, sizes and addresses, never on the rows: so a row's result has the
+same bits in a prompt, in decode, alone and in a batch.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cuda_kernels.cuda.array import DeviceArray
-from cuda_kernels.cuda.kernel import KernelSource, Launch
+from cuda_kernels.cuda.kernel import Claims, KernelSource, Launch
 from cuda_kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32
 
 if TYPE_CHECKING:
     from cuda_kernels.attention.request import Request
 
 THREADS = 128
-_INTEGERS = 32
-#: Most dims of a kernel -> how many query heads of one KV head a block of threads may take.
+#: Positions of a split: a fixed cut, so that results don't hang on who computes it. A power of 2.
+SPLIT_TOKENS = 512
+#: Enough blocks for each processor of the largest GPUs at hand (4 on each of 132).
+WANTED_BLOCKS = 528
+_MOST_BLOCKS = 65535
+_INTEGERS = 36
+#: Most dims of a kernel on ordinary cores -> how many heads of one KV head a block may take.
 HEADS = {128: (1, 4, 8), 256: (1, 4), 512: (1,)}
-#: The kernel by storage dtype, query heads a block, most dims.
+#: Query heads a block -> blocks that a processor shall hold; how many registers those leave.
+BLOCKS = {1: 5, 4: 3, 8: 3}
+_REGISTERS = {5: 96, 4: 128, 3: 168, 2: 255}
+#: The kernel on ordinary cores by storage dtype, query heads a block, most dims. Left to itself the
+#: assembler spills a few registers for one more block that a processor can hold.
 KERNELS = {
     (kind, heads, width): KernelSource(
         "cuda_kernels.attention.cuda_decode",
@@ -23,15 +37,58 @@ KERNELS = {
         ("int64",) * _INTEGERS + ("float32",) * 2,
         THREADS,
         (("kind", kind), ("heads", heads), ("width", width)),
+        blocks=BLOCKS[heads],
+        claims=Claims(_REGISTERS[BLOCKS[heads]], min_wide_loads=1),  # the loop over a row of K
     )
     for kind in (FLOAT32, BFLOAT16, FLOAT16)
     for width, choices in HEADS.items()
     for heads in choices
 }
+_TENSOR_INTEGERS, _MERGE_INTEGERS = 35, 17
+#: Dims and eights of heads of a kernel on tensor cores -> blocks that a processor shall hold.
+#: With 256 dims there is no room for the sums of 16 heads; with 64 and 96 few models share a KV
+#: head among more than 8. They take a block for each 8 heads, which read the same K and V.
+TENSOR_BLOCKS = {(64, 1): 4, (96, 1): 4, (128, 1): 4, (128, 2): 2, (256, 1): 2}
+#: The kernel on tensor cores by storage dtype, dims, eights of heads.
+TENSOR_KERNELS = {
+    (kind, dims, tiles): KernelSource(
+        "cuda_kernels.attention.cuda_decode_mma",
+        "attend",
+        ("int64",) * _TENSOR_INTEGERS + ("float32",) * 2,
+        THREADS,
+        (("kind", kind), ("dims", dims), ("tiles", tiles)),
+        blocks=blocks,
+        # Of K and V, 16 positions a turn; some more of q.
+        claims=Claims(_REGISTERS[blocks], min_wide_loads=dims // 8, tensor_cores=True),
+    )
+    for kind in (BFLOAT16, FLOAT16)
+    for (dims, tiles), blocks in TENSOR_BLOCKS.items()
+}
+#: The kernel that joins the splits of both, by storage dtype.
+MERGE_KERNELS = {
+    kind: KernelSource(
+        "cuda_kernels.attention.cuda_merge",
+        "merge",
+        ("int64",) * _MERGE_INTEGERS,
+        THREADS,
+        (("kind", kind),),
+        claims=Claims(64, min_wide_loads=0),
+    )
+    for kind in (FLOAT32, BFLOAT16, FLOAT16)
+}
+
+
+class DeviceOptions(NamedTuple):
+    """What a caller may say about the work on a device; `paged_attention` explains it."""
+
+    stream: int = 0
+    max_seq_len: int | None = None
+    workspace: DeviceArray | None = None
+    cores: str = "auto"
 
 
 def kernel_for(kind: int, group: int, dims: int) -> tuple[int, int, int]:
-    """The key of the kernel for a group of query heads; ValueError for too many dims.
+    """The key of the kernel on ordinary cores for a group of heads; ValueError for too many dims.
 
     It takes as many heads as divide the group: they share each read of K and V.
     """
@@ -45,37 +102,174 @@ def kernel_for(kind: int, group: int, dims: int) -> tuple[int, int, int]:
     return kind, heads, width
 
 
-def attend(request: Request, stream: int) -> None:
+def tensor_kernel_for(kind: int, group: int, dims: int) -> tuple[int, int, int] | None:
+    """The key of the kernel on tensor cores for a group of heads, or None.
+
+    Heads come in eights; larger groups than one block takes are cut.
+    """
+    tiles = max(
+        (t for d, t in TENSOR_BLOCKS if d == dims and (t == 1 or group > 8)),
+        default=0,
+    )
+    return (kind, dims, tiles) if tiles and kind != FLOAT32 else None
+
+
+def workspace_elements(
+    num_tokens: int, num_heads: int, value_dim: int, max_seq_len: int, window: int | None = None
+) -> int:
+    """float32 elements that `paged_attention` takes as ``workspace`` to cut rows over blocks."""
+    return num_tokens * num_heads * num_splits(max_seq_len, window or 0) * (value_dim + 2)
+
+
+def num_splits(max_seq_len: int, window: int) -> int:
+    """The most splits that one token's positions can touch."""
+    whole = -(-max_seq_len // SPLIT_TOKENS)
+    if window:
+        whole = min(whole, (window + SPLIT_TOKENS - 2) // SPLIT_TOKENS + 1)
+    return max(whole, 1)
+
+
+def attend(request: Request, options: DeviceOptions) -> None:
     """Launch for a request whose arrays all lie on one device."""
     query: Any = request.query
-    out: Any = request.out
     rows: Any = request.rows
-    num_tokens, num_heads, head_dim = query.shape
-    if num_tokens == 0:
+    if query.shape[0] == 0:
         return
     starts = (rows.table_start, rows.seq_lens, rows.query_start)
     if len({array.dtype for array in starts}) > 1:
         raise TypeError("table_start, seq_lens and query_start must have one dtype on a device")
+    obstacle = "cores is 'ordinary'" if options.cores == "ordinary" else _obstacle(request)
+    if not obstacle:
+        _attend_tensor(request, options)
+    elif options.cores == "tensor":
+        raise ValueError(f"cores='tensor' can't do this call: {obstacle}")
+    else:
+        _attend_ordinary(request, options)
+
+
+def _obstacle(request: Request) -> str:
+    """Why a call isn't one for tensor cores; empty if it is."""
+    query: Any = request.query
+    dims, size = query.shape[2], query.itemsize
+    group = query.shape[1] // request.num_kv_heads
+    if request.value.dims != dims or tensor_kernel_for(request.kind, group, dims) is None:
+        known = sorted({d for d, _ in TENSOR_BLOCKS})
+        return f"it needs bfloat16 or float16, and head_dim = value_dim one of {known}"
+    if request.block_size % 16:
+        return f"block_size {request.block_size} is not a multiple of 16"
+    places = [query.address, *query.strides[:2], *_planes(request)]
+    if query.strides[2] != size or any(place % 16 for place in places):
+        return "an address or stride of query, K or V is not a multiple of 16 bytes"
+    return ""
+
+
+def _attend_tensor(request: Request, options: DeviceOptions) -> None:
+    """On tensor cores: heads of one KV head in eights."""
+    query: Any = request.query
+    _, num_heads, dims = query.shape
+    group = num_heads // request.num_kv_heads
+    key = tensor_kernel_for(request.kind, group, dims)
+    assert key is not None
+    blocks_per_head = -(-group // (8 * key[2]))
+    blocks = request.num_kv_heads * blocks_per_head
+    arguments = [query.address, *query.strides[:2], *_results(request), *_planes(request)]
+    arguments += [*_rows(request), request.block_size, num_heads, group, blocks_per_head]
+    _launch(request, options, TENSOR_KERNELS[key], blocks, arguments)
+
+
+def _attend_ordinary(request: Request, options: DeviceOptions) -> None:
+    """On ordinary cores: as many heads a block as divide those of a KV head."""
+    query: Any = request.query
+    _, num_heads, head_dim = query.shape
     group = num_heads // request.num_kv_heads
     key = kernel_for(request.kind, group, max(head_dim, request.value.dims))
     heads = key[1]
-    if num_heads // heads > 65535:
-        raise ValueError(f"query has {num_heads} heads; at most 65535 blocks of {heads} heads")
-    lse: Any = request.lse
-    size = query.itemsize
-    arguments: list[int | float] = [query.address, *query.strides, out.address, *out.strides]
-    arguments += [0, 0, 0] if lse is None else [_address(lse), *lse.strides]
+    arguments = [*_place(query), *_results(request), *_planes(request)]
+    arguments += [*_rows(request), request.block_size, head_dim, request.value.dims, group // heads]
+    _launch(request, options, KERNELS[key], num_heads // heads, arguments)
+
+
+def _launch(
+    request: Request,
+    options: DeviceOptions,
+    source: KernelSource,
+    blocks: int,
+    arguments: list[int],
+) -> None:
+    """One kernel, `blocks` blocks a token; or with a workspace parts of rows, then the merge."""
+    query: Any = request.query
+    rows: Any = request.rows
+    num_tokens, num_heads, _ = query.shape
+    if blocks > _MOST_BLOCKS:
+        raise ValueError(
+            f"query has {num_heads} heads, {blocks} blocks; at most {_MOST_BLOCKS} on a device"
+        )
+    parts, splits = _parts(num_tokens * blocks, num_tokens * num_heads, request, options)
+    partial = _address(options.workspace) if parts > 1 else 0
+    bits = SPLIT_TOKENS.bit_length() - 1
+    sinks = _address(request.sinks)
+    rules = [request.window, _address(request.alibi), sinks]
+    last = (bits, parts, partial, splits, request.scale, request.softcap)
+    launch = Launch(source, (num_tokens, blocks, parts), (*arguments, *rules, *last))
+    query.device.launch(launch, options.stream)
+    if not partial:
+        return
+    joined = [partial, splits, request.value.dims, bits, *_results(request)]
+    joined += [rows.seq_lens.address, rows.query_start.address, rows.seq_lens.itemsize]
+    joined += [rows.seq_lens.shape[0], request.window, sinks]
+    launch = Launch(MERGE_KERNELS[request.kind], (num_tokens, num_heads, 1), tuple(joined))
+    query.device.launch(launch, options.stream)
+
+
+def _parts(
+    blocks: int, token_heads: int, request: Request, options: DeviceOptions
+) -> tuple[int, int]:
+    """Into how many parts each token's splits are dealt, and room for how many splits there is.
+
+    One, without a workspace or where there are blocks enough: results have the same bits.
+    """
+    if options.workspace is None or options.max_seq_len is None:
+        return 1, 1
+    splits = num_splits(options.max_seq_len, request.window)
+    parts = min(splits, WANTED_BLOCKS // blocks, _MOST_BLOCKS)
+    if parts < 2:
+        return 1, 1
+    needed = token_heads * splits * (request.value.dims + 2)
+    if options.workspace.shape[0] < needed:
+        raise ValueError(
+            f"workspace has {options.workspace.shape[0]} elements; {needed} are needed for rows of "
+            f"up to {options.max_seq_len} positions (workspace_elements tells)"
+        )
+    return parts, splits
+
+
+def _planes(request: Request) -> list[int]:
+    """Where K and V of the layer lie: address, strides of frames, heads and tokens, in bytes."""
+    query: Any = request.query
+    size, found = query.itemsize, []
     arenas: Any = ((request.arena, request.key), (request.values, request.value))
     for arena, plane in arenas:
-        arguments += [arena.address + plane.offset * size, arena.strides[0]]
-        arguments += [plane.head_stride * size, plane.token_stride * size]
-    arguments += [rows.table.address, *(array.address for array in starts)]
-    arguments += [starts[0].itemsize, rows.seq_lens.shape[0], request.block_size]
-    arguments += [head_dim, request.value.dims]
-    arguments += [group // heads, request.window, _address(request.alibi), _address(request.sinks)]
-    arguments += [request.scale, request.softcap]
-    launch = Launch(KERNELS[key], (num_tokens, num_heads // heads, 1), tuple(arguments))
-    query.device.launch(launch, stream)
+        found += [arena.address + plane.offset * size, arena.strides[0]]
+        found += [plane.head_stride * size, plane.token_stride * size]
+    return found
+
+
+def _results(request: Request) -> list[int]:
+    """Where out and lse lie; zeros for the latter if it isn't asked for."""
+    return [*_place(request.out), *([0, 0, 0] if request.lse is None else _place(request.lse))]
+
+
+def _rows(request: Request) -> list[int]:
+    """Where the table and the row arrays lie, bytes of an element of the latter, how many rows."""
+    rows: Any = request.rows
+    starts = (rows.table_start, rows.seq_lens, rows.query_start)
+    addresses = [rows.table.address, *(array.address for array in starts)]
+    return [*addresses, rows.seq_lens.itemsize, rows.seq_lens.shape[0]]
+
+
+def _place(array: Any) -> list[int]:
+    """Address and strides."""
+    return [array.address, *array.strides]
 
 
 def _address(array: object) -> int:

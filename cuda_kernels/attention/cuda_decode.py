@@ -1,19 +1,20 @@
 """The CUDA kernel of `paged_attention` on ordinary cores: every dtype, head size and rule.
 
-    blockIdx.x = query token, blockIdx.y = a group of HEADS query heads of one KV head
+    blockIdx.x = query token, .y = a group of HEADS query heads of one KV head, .z = a part
+    a part takes the splits of the token's positions whose number is its own modulo the parts
     warp w takes the tiles of 32 positions whose number is w modulo 4:
 
       scores   lane i has position 32 * tile + i: its own row of K, against q in shared memory
       weights  over the lanes: maximum and sum by shuffles, the old ones rescaled
       values   lane i has the value dims i, i + 32, ...: row after row of V, weight by shuffle
 
-    then the four warps are merged through shared memory, in ascending order
+    then the four warps are merged through shared memory and splits are folded, in ascending
+    order: here (one part) or by `cuda_merge.py` (several), with the same instructions
 
 Positions are cut at fixed places, so a token's result hangs on its own row only. What lies past a
-row's length, or outside a window, is not read: lanes without a position read the token's own. One
-token is one block here, however long its row is: a decode of few long rows keeps few processors
-busy, and a prompt reads K and V once for each token. This kernel is for what the tensor cores can't
-do, and a second opinion on them.
+row's length, or outside a window, is not read: lanes without a position read another's. A prompt
+reads K and V once for each token. This kernel is for what the tensor cores can't do, and a second
+opinion on them.
 """
 
 from __future__ import annotations
@@ -23,75 +24,25 @@ from typing import Any
 
 from numba import cuda, float32, int32, int64
 
+from cuda_kernels.attention.cuda_parts import LOWEST, bend, find_row, load_element, load_index
+from cuda_kernels.attention.cuda_splits import WARPS, begin_splits, end_split, store_results
 from cuda_kernels.cuda.prims import (
     as_float,
     exp2,
     load_float,
-    load_half,
     load_int32,
-    load_int64,
     load_line,
-    log2,
     maximum,
-    narrow_bfloat16,
-    narrow_float16,
     quotient,
     shuffle_from,
     shuffle_integer_from,
     shuffle_xor,
-    store_float,
-    store_half,
     widen_bfloat16,
     widen_float16,
 )
 from cuda_kernels.dtypes import BFLOAT16, FLOAT32
 
-WARPS, TILE = 4, 32
-# Below any score; finite, so that the difference of two maxima is never NaN.
-LOWEST = -1.0e30
-LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
-
-
-@cuda.jit(device=True, inline="always")
-def load_element(address: int, kind: int) -> Any:
-    """One element of a storage dtype as float32."""
-    if kind == FLOAT32:
-        return load_float(address)
-    if kind == BFLOAT16:
-        return widen_bfloat16(load_half(address))[0]
-    return widen_float16(load_half(address))[0]
-
-
-@cuda.jit(device=True, inline="always")
-def store_element(address: int, value: Any, kind: int) -> None:
-    """Round to a storage dtype and store."""
-    if kind == FLOAT32:
-        store_float(address, value)
-    elif kind == BFLOAT16:
-        store_half(address, narrow_bfloat16(value, float32(0)))
-    else:
-        store_half(address, narrow_float16(value, float32(0)))
-
-
-@cuda.jit(device=True, inline="always")
-def load_index(address: int, index: int, size: int) -> Any:
-    """One element of an int32 or int64 array."""
-    if size == 8:
-        return load_int64(address + index * 8)
-    return int64(load_int32(address + index * 4))
-
-
-@cuda.jit(device=True, inline="always")
-def find_row(query_start: int, num_rows: int, token: int, size: int) -> Any:
-    """The row a token belongs to, by bisection; num_rows if it is past the last row's end."""
-    low, high = int64(0), int64(num_rows) + 1
-    while low < high:
-        middle = (low + high) >> 1
-        if load_index(query_start, middle, size) <= token:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
+TILE = 32
 
 
 @cuda.jit(device=True, inline="always")
@@ -129,15 +80,6 @@ def add_products(
 
 
 @cuda.jit(device=True, inline="always")
-def bend(score: Any, softcap: Any, slope: Any, distance: int) -> Any:
-    """Softcap, then ALiBi; the result is in units of log2(e). tanh(x) = 1 - 2 / (e^2x + 1)."""
-    if softcap > float32(0):
-        power = exp2(score / softcap * float32(2 * LOG2_E))
-        score = softcap * (float32(1) - float32(2) / (power + float32(1)))
-    return (score - slope * float32(distance)) * float32(LOG2_E)
-
-
-@cuda.jit(device=True, inline="always")
 def weigh(score: Any, top: Any, total: Any) -> Any:
     """A tile's weight of one head: (weight, new maximum, this lane's new sum, factor of old)."""
     peak = score
@@ -147,26 +89,6 @@ def weigh(score: Any, top: Any, total: Any) -> Any:
     factor = exp2(top - peak)
     weight = exp2(score - peak)
     return weight, peak, total * factor + weight, factor
-
-
-@cuda.jit(device=True, inline="always")
-def finish(
-    tops: Any, totals: Any, sums: Any, heads: int, h: int, d: int, width: int, sink: Any, sunk: bool
-) -> Any:
-    """Merge the warps' parts of one head and value dim: (result, log-sum-exp)."""
-    top = float32(LOWEST)
-    for w in range(WARPS):
-        top = maximum(top, tops[w * heads + h])
-    if sunk:
-        top = maximum(top, sink)
-    total, found = float32(0), float32(0)
-    for w in range(WARPS):
-        factor = exp2(tops[w * heads + h] - top)
-        total += factor * totals[w * heads + h]
-        found += factor * sums[(w * heads + h) * width + d]
-    if sunk:
-        total += exp2(sink - top)
-    return found / total, (top + log2(total)) * float32(LN_2)
 
 
 def attend(kind: int, heads: int, width: int) -> Callable[..., Any]:
@@ -187,7 +109,9 @@ def attend(kind: int, heads: int, width: int) -> Callable[..., Any]:
         value: int, value_frame: int, value_head: int, value_token: int,
         table: int, table_start: int, seq_lens: int, query_start: int, index_bytes: int,
         num_rows: int, block_size: int, head_dim: int, value_dim: int, blocks_per_head: int,
-        window: int, slopes: int, sinks: int, scale: float, softcap: float,
+        window: int, slopes: int, sinks: int,
+        split_bits: int, parts: int, partial: int, splits: int,
+        scale: float, softcap: float,
     ) -> None:  # fmt: skip
         token = int64(cuda.blockIdx.x)
         thread = int64(cuda.threadIdx.x)
@@ -198,8 +122,9 @@ def attend(kind: int, heads: int, width: int) -> Callable[..., Any]:
         first_head = int64(cuda.blockIdx.y) * heads
         kv_head = quotient(int64(cuda.blockIdx.y), blocks_per_head)
         length = load_index(seq_lens, row, index_bytes)
-        # The row's tokens are its last positions.
+        # The row's tokens are its last positions; -1: there is nothing to attend to.
         position = length - load_index(query_start, row + 1, index_bytes) + token
+        position = position if length > 0 else int64(-1)
         first = max(int64(0), position - window + 1) if window > 0 else int64(0)
         columns = table + load_index(table_start, row, index_bytes) * 4
 
@@ -220,75 +145,87 @@ def attend(kind: int, heads: int, width: int) -> Callable[..., Any]:
         slope = cuda.local.array(heads, float32)
         sums = cuda.local.array(accumulators, float32)
         for h in range(heads):
-            top[h], total[h], slope[h] = float32(LOWEST), float32(0), float32(0)
+            slope[h] = float32(0)
             if slopes != 0:
                 slope[h] = load_float(slopes + (first_head + h) * 4)
-            for p in range(panels):
-                sums[h * panels + p] = float32(0)
-        key_plane, value_plane = key + kv_head * key_head, value + kv_head * value_head
-        aligned = (key_plane | key_frame | key_token) & 15 == 0
-        tile = first // TILE + ((warp - first // TILE) & (WARPS - 1))
-        while tile * TILE <= position and length > 0:
-            here = tile * TILE + lane
-            read = here >= first and here <= position
-            place = here if read else position
-            column = quotient(place, block_size)
-            offset = int32(place - column * block_size)
-            frame = load_int32(columns + column * 4)
-            at = key_plane + int64(frame) * key_frame + int64(offset) * key_token
-            add_products(scores, queries, heads, head_dim, at, aligned, kind)
-            for h in range(heads):
-                score = bend(scores[h], softcap, slope[h], position - place)
-                score = score if read else float32(LOWEST * 2)
-                weight, peak, part, factor = weigh(score, top[h], total[h])
-                weights[h], top[h], total[h] = weight, peak, part
-                for p in range(panels):
-                    sums[h * panels + p] *= factor
-            start = max(first - tile * TILE, int64(0))
-            stop = min(position - tile * TILE, int64(TILE - 1))
-            for i in range(start, stop + 1):
-                its_frame = int64(shuffle_integer_from(frame, int32(i)))
-                its_offset = int64(shuffle_integer_from(offset, int32(i)))
-                at = value_plane + its_frame * value_frame + its_offset * value_token
-                for h in range(heads):
-                    scores[h] = shuffle_from(weights[h], int32(i))
-                for p in range(panels):
-                    d = p * TILE + lane
-                    if d < value_dim:
-                        element = load_element(at + d * size, kind)
-                        for h in range(heads):
-                            sums[h * panels + p] += scores[h] * element
-            tile += WARPS
-
         shared_tops = cuda.shared.array(parts_room, float32)
         shared_totals = cuda.shared.array(parts_room, float32)
         shared_sums = cuda.shared.array(sums_room, float32)
-        for h in range(heads):
-            whole = total[h]
-            for bit in (16, 8, 4, 2, 1):
-                whole += shuffle_xor(whole, int32(bit))
-            if lane == 0:
-                shared_tops[warp * heads + h] = top[h]
-                shared_totals[warp * heads + h] = whole
-            for p in range(panels):
-                shared_sums[(warp * heads + h) * width + p * TILE + lane] = sums[h * panels + p]
-        cuda.syncthreads()
-        i = thread
-        while i < heads * value_dim:
-            h = quotient(i, value_dim)
-            d = i - h * value_dim
-            sink = float32(0)
-            if sinks != 0:
-                sink = load_float(sinks + (first_head + h) * 4) * float32(LOG2_E)
-            found, logarithm = float32(0), float32(-float("inf"))
-            if length > 0:
-                found, logarithm = finish(
-                    shared_tops, shared_totals, shared_sums, heads, h, d, width, sink, sinks != 0
-                )
-            at = out + token * out_token + (first_head + h) * out_head + d * out_dim
-            store_element(at, found, kind)
-            if d == 0 and lse != 0:
-                store_float(lse + token * lse_token + (first_head + h) * lse_head, logarithm)
-            i += WARPS * TILE
+        factors = cuda.shared.array(parts_room, float32)
+        whole_tops = cuda.shared.array(heads, float32)
+        whole_totals = cuda.shared.array(heads, float32)
+        olds = cuda.shared.array(heads, float32)
+        news = cuda.shared.array(heads, float32)
+        whole_sums = cuda.shared.array(query_room, float32)
+        begin_splits(thread, heads, value_dim, width, whole_tops, whole_totals, whole_sums)
+        key_plane, value_plane = key + kv_head * key_head, value + kv_head * value_head
+        aligned = (key_plane | key_frame | key_token) & 15 == 0
+        num_heads = int64(cuda.gridDim.y) * heads
+        first_split = first >> split_bits
+        split = first_split + int64(cuda.blockIdx.z)
+        while split << split_bits <= position:
+            low = max(first, split << split_bits)
+            high = min(position, ((split + 1) << split_bits) - 1)
+            for h in range(heads):
+                top[h], total[h] = float32(LOWEST), float32(0)
+                for p in range(panels):
+                    sums[h * panels + p] = float32(0)
+            tile = (low >> 5) + ((warp - (low >> 5)) & (WARPS - 1))
+            while tile * TILE <= high:
+                here = tile * TILE + lane
+                read = here >= low and here <= high
+                place = here if read else high
+                column = quotient(place, block_size)
+                offset = int32(place - column * block_size)
+                frame = load_int32(columns + column * 4)
+                at = key_plane + int64(frame) * key_frame + int64(offset) * key_token
+                add_products(scores, queries, heads, head_dim, at, aligned, kind)
+                for h in range(heads):
+                    score = bend(scores[h], softcap, slope[h], position - place)
+                    score = score if read else float32(LOWEST * 2)
+                    weight, peak, part, factor = weigh(score, top[h], total[h])
+                    weights[h], top[h], total[h] = weight, peak, part
+                    for p in range(panels):
+                        sums[h * panels + p] *= factor
+                start = max(low - tile * TILE, int64(0))
+                stop = min(high - tile * TILE, int64(TILE - 1))
+                for i in range(start, stop + 1):
+                    its_frame = int64(shuffle_integer_from(frame, int32(i)))
+                    its_offset = int64(shuffle_integer_from(offset, int32(i)))
+                    at = value_plane + its_frame * value_frame + its_offset * value_token
+                    for h in range(heads):
+                        scores[h] = shuffle_from(weights[h], int32(i))
+                    for p in range(panels):
+                        d = p * TILE + lane
+                        if d < value_dim:
+                            element = load_element(at + d * size, kind)
+                            for h in range(heads):
+                                sums[h * panels + p] += scores[h] * element
+                tile += WARPS
+            for h in range(heads):
+                whole = total[h]
+                for bit in (16, 8, 4, 2, 1):
+                    whole += shuffle_xor(whole, int32(bit))
+                if lane == 0:
+                    shared_tops[warp * heads + h] = top[h]
+                    shared_totals[warp * heads + h] = whole
+                for p in range(panels):
+                    shared_sums[(warp * heads + h) * width + p * TILE + lane] = sums[h * panels + p]
+            end_split(
+                heads, heads, value_dim, width,
+                shared_tops, shared_totals, shared_sums, factors,
+                whole_tops, whole_totals, whole_sums, olds, news,
+                partial, first_head, num_heads, splits, split - first_split,
+            )  # fmt: skip
+            split += parts
+
+        if partial != 0:
+            return
+        store_results(
+            thread, heads, value_dim, width, kind, position < 0,
+            whole_tops, whole_totals, whole_sums, sinks + first_head * 4 if sinks != 0 else 0,
+            out + token * out_token + first_head * out_head, out_head, out_dim,
+            lse + token * lse_token + first_head * lse_head if lse != 0 else 0, lse_head,
+        )  # fmt: skip
 
     return kernel

@@ -43,14 +43,15 @@ ENOUGH_TASKS = 64
 
 
 @njit(cache=True, nogil=True)
-def pack_query(packed: Float32s, query: Bits, kind: int, scale: np.float32, group: int) -> None:
-    """query [token][head][dim] to float32 packed [kv head][token * group + g][dim], scaled."""
+def pack_query(packed: Float32s, query: Bits, kind: int, scales: Float32s, group: int) -> None:
+    """query [token][head][dim] to float32 packed [kv head][token * group + g][dim], scaled by a
+    number a KV head."""
     for token in range(query.shape[0]):
         for head in range(query.shape[1]):
             kv_head = head // group
             row = token * group + head - kv_head * group
             for d in range(query.shape[2]):
-                packed[kv_head, row, d] = widen(query[token, head, d], kind) * scale
+                packed[kv_head, row, d] = widen(query[token, head, d], kind) * scales[kv_head]
 
 
 @njit(cache=True, nogil=True)
@@ -213,6 +214,12 @@ def run_merges(
         run_merge(merges[i], buffer, result, lse, workspace, rows, geometry, rules, group)
 
 
+def key_factors(request: Request) -> Float32s:
+    """What queries are multiplied by: the scale, and what stored K was divided by."""
+    factors = np.full(request.num_kv_heads, request.scale, np.float32)
+    return factors if request.key_scale is None else factors * request.key_scale
+
+
 def rules_of(request: Request, num_heads: int) -> Rules:
     """What bends the scores, for compiled code: neutral values where a feature is off."""
     alibi, sinks = request.alibi, request.sinks
@@ -227,7 +234,7 @@ def rules_of(request: Request, num_heads: int) -> Rules:
 def geometry_of(request: Request) -> Geometry:
     """The layout of K and V, and the padded widths of the tiles."""
     return Geometry(
-        request.kind,
+        request.kv_kind,
         *request.key,
         *request.value,
         request.block_size,
@@ -249,7 +256,7 @@ def attend(request: Request) -> None:
     # One row more, zeros: the partner of an odd last row.
     packed = np.zeros((num_kv_heads, num_tokens * group + 1, geometry.padded_dim), np.float32)
     query = np.ascontiguousarray(request.query[:num_tokens])
-    pack_query(packed, query, geometry.kind, np.float32(request.scale), group)
+    pack_query(packed, query, request.kind, key_factors(request), group)
     result = np.empty((num_tokens, num_heads, geometry.value_dim), np.float32)
     lse = np.empty((num_tokens, num_heads), np.float32)
     num_threads = numba.get_num_threads()
@@ -278,7 +285,9 @@ def attend(request: Request) -> None:
     if merges.shape[0]:
         run_merges(merges, result, lse, workspace, rows, geometry, rules, num_kv_heads)
     out = np.empty(result.shape, request.out.dtype)
-    unpack_output(out, result, geometry.kind, num_tokens)
+    if request.value_scale is not None:
+        result *= np.repeat(request.value_scale, group)[:, None]
+    unpack_output(out, result, request.kind, num_tokens)
     request.out[:num_tokens] = out
     if request.lse is not None:
         request.lse[:num_tokens] = lse

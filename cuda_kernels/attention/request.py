@@ -31,6 +31,9 @@ class Request(NamedTuple):
     softcap: float  # 0: none
     alibi: NDArray[np.float32] | None
     sinks: NDArray[np.float32] | None
+    kv_kind: int  # of arena and values; the rest is of `kind`
+    key_scale: NDArray[np.float32] | None  # [num_kv_heads]
+    value_scale: NDArray[np.float32] | None
 
 
 def clear_empty_rows(request: Request) -> None:

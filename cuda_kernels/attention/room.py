@@ -14,7 +14,7 @@ from cuda_kernels.attention.quad import (
     num_chunks,
     quad_code,
 )
-from cuda_kernels.attention.state import state_bytes
+from cuda_kernels.attention.state import deal_row, state_bytes
 from cuda_kernels.attention.storage import pack_row
 from cuda_kernels.attention.tasks import HEAD, NUM_TOKENS, ROW, TOKEN
 from cuda_kernels.simd import LINE_BYTES
@@ -147,13 +147,18 @@ def pack_query(call: Any, query: Query, room: Room) -> None:
     for k in range(query.num_tokens * group, query.quads * QUAD):
         last = query.position + query.num_tokens - 1
         store_int64(room.positions + k * ADDRESS_BYTES, last)
+    scale = call.scale
+    if call.key_scales != 0:
+        scale = scale * load_float(call.key_scales + 4 * query.head)
     k = 0
     for token in range(query.num_tokens):
         source = call.query + (query.token + token) * call.query_token
         source += query.head * group * call.query_head
         for _ in range(group):
             packed = room.packed + k // QUAD * quad_bytes
-            pack_row(call.kind, packed, source, k % QUAD, call.head_dim, call.scale, room.spare)
+            pack_row(call.kind, packed, source, k % QUAD, call.head_dim, scale, room.spare)
+            if call.dealt:
+                deal_row(packed, k % QUAD, num_chunks(call.head_dim))
             store_int64(room.positions + k * ADDRESS_BYTES, query.position + token)
             source += call.query_head
             k += 1

@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuda_kernels.dtypes import bits_to_float, float_to_bits, nan_pattern, storage_dtype
+from cuda_kernels.dtypes import (
+    any_storage_dtype,
+    bits_to_float,
+    float_to_bits,
+    nan_pattern,
+    storage_dtype,
+)
 from cuda_kernels.spec import Spec
 
 Float64 = NDArray[np.float64]
@@ -50,11 +56,12 @@ def reference(arguments: dict[str, Any]) -> tuple[Float64, Float64]:
             continue
         start = a["table_start"][row]
         frames = a["table"][start : start + -(-length // size)]
-        used = bits_to_float(a["arena"][frames], a["dtype"]).astype(np.float64)
+        used = bits_to_float(a["arena"][frames], stored_as(a)).astype(np.float64)
         local = np.arange(frames.shape[0])
         layout = a.get("layout", "HND")
         key = gather_row(used, local, length, a["key_offset"], heads, size, head_dim, layout)
         value = gather_row(used, local, length, a["value_offset"], heads, size, value_dim, layout)
+        key, value = key * scale_of(a, "key_scale"), value * scale_of(a, "value_scale")
         positions = np.arange(length - count, length)[:, None]
         for head in range(num_heads):
             kv_head = head // (num_heads // heads)
@@ -66,6 +73,18 @@ def reference(arguments: dict[str, Any]) -> tuple[Float64, Float64]:
             out[tokens, head] = np.exp(scores - peak) / total @ value[kv_head]
             lse[tokens, head] = (peak + np.log(total))[:, 0]
     return out, lse
+
+
+def stored_as(a: dict[str, Any]) -> str:
+    """The name of what K and V are stored as."""
+    return str(a.get("kv_dtype") or a["dtype"])
+
+
+def scale_of(a: dict[str, Any], name: str) -> Float64:
+    """What stored K or V is multiplied by: ``[num_kv_heads, 1, 1]``."""
+    scale = a.get(name)
+    ones = np.ones(a["num_kv_heads"])
+    return (ones if scale is None else scale.astype(np.float64))[:, None, None]
 
 
 def bend_and_mask(scores: Float64, positions: NDArray[Any], head: int, a: dict[str, Any]) -> None:
@@ -94,29 +113,40 @@ def make_inputs(
     block_size: int,
     free_frames: int = 3,
     layout: str = "HND",
+    alignment: int = 1,
+    kv_dtype: str | None = None,
     **rules: Any,
 ) -> dict[str, Any]:
     """Draw arguments of `paged_attention`: scattered frames, NaN wherever no row may read.
 
-    The planes lie in shuffled order with gaps, as those of one layer of many do.
+    The planes lie in shuffled order with gaps, as those of one layer of many do; they and frames
+    begin at multiples of ``alignment`` elements if their sizes are. With "fp8_e4m3" scales are
+    drawn, too: some so small that a few numbers saturate, some so large that many are subnormal.
     """
     counts = [-(-length // block_size) for length in seq_lens]
     num_frames = sum(counts) + free_frames
     key_size = num_kv_heads * block_size * head_dim
     value_size = num_kv_heads * block_size * value_dim
-    gap = int(rng.integers(0, 17))
+    gap = int(rng.integers(0, 17)) * alignment
     offsets = (gap, 2 * gap + key_size) if rng.random() < 0.5 else (gap + value_size, gap)
     frame_elements = 3 * gap + key_size + value_size
-    array_dtype = storage_dtype(dtype).array_dtype
-    poison = nan_pattern(dtype).view(array_dtype)
+    stored = kv_dtype or dtype
+    array_dtype = any_storage_dtype(stored).array_dtype
+    poison = nan_pattern(stored).view(array_dtype)
+    scales: dict[str, Any] = {}
+    if stored != dtype:
+        drawn = 2.0 ** rng.uniform(-7, 3, (2, num_kv_heads))
+        scales = dict(zip(("key_scale", "value_scale"), drawn.astype(np.float32), strict=True))
     arena = np.full((num_frames, frame_elements), poison, array_dtype)
     table = rng.permutation(num_frames)[: sum(counts)].astype(np.int32)
     table_start = np.cumsum([0, *counts])[:-1]
     for row, length in enumerate(seq_lens):
         frames = table[table_start[row] : table_start[row] + counts[row]]
-        for offset, dims in zip(offsets, (head_dim, value_dim), strict=True):
+        planes_of = zip(offsets, (head_dim, value_dim), ("key_scale", "value_scale"), strict=True)
+        for offset, dims, name in planes_of:
             rows = rng.standard_normal((num_kv_heads, counts[row] * block_size, dims))
-            bits = float_to_bits(rows, dtype)
+            rows /= scales[name][:, None, None] if scales else 1
+            bits = float_to_bits(rows, stored)
             bits[:, length:] = poison
             planes = bits.reshape(num_kv_heads, counts[row], block_size, dims)
             width = num_kv_heads * block_size * dims
@@ -124,12 +154,17 @@ def make_inputs(
             plane = planes.transpose(order).reshape(counts[row], width)
             arena[frames, offset : offset + width] = plane
     query_start = np.cumsum([0, *query_lens])
+    out_dtype = storage_dtype(dtype).array_dtype
     query = float_to_bits(rng.standard_normal((query_start[-1], num_heads, head_dim)), dtype)
     return {
-        "out": np.full((query_start[-1], num_heads, value_dim), poison, array_dtype),
+        "out": np.full(
+            (query_start[-1], num_heads, value_dim), nan_pattern(dtype).view(out_dtype), out_dtype
+        ),
         "query": query,
         "arena": arena,
         "dtype": dtype,
+        "kv_dtype": kv_dtype,
+        **scales,
         "key_offset": offsets[0],
         "value_offset": offsets[1],
         "block_size": block_size,
@@ -159,7 +194,8 @@ SPEC = Spec(
     tensors={
         "query": "[num_tokens, num_heads, head_dim], storage dtype",
         "out": "[num_tokens, num_heads, value_dim], storage dtype",
-        "arena": "[frames, frame_elements], storage dtype",
+        "arena": "[frames, frame_elements], storage dtype, or uint8 with kv_dtype fp8_e4m3",
+        "key_scale": "[num_kv_heads], float32, with fp8_e4m3 only; value_scale likewise",
         "table": "[blocks of all rows], int32",
         "table_start": "[rows], int32 or int64",
         "seq_lens": "[rows], int32 or int64",

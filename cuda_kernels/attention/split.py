@@ -33,7 +33,7 @@ _ZERO = np.float32(0)
 class Geometry(NamedTuple):
     """Where K and V of the layer lie in a frame, in elements; see `request.Plane`."""
 
-    kind: int
+    kind: int  # of K and V
     key_offset: int
     key_head: int
     key_token: int

@@ -17,6 +17,7 @@ from cuda_kernels.vectors import (
     QUAD,
     VECTOR_BYTES,
     add,
+    deal,
     divide,
     exp2,
     finite_or_zero,
@@ -27,6 +28,7 @@ from cuda_kernels.vectors import (
     load_quad,
     multiply,
     multiply_add,
+    riffle,
     row_sums,
     split_rows,
     spread,
@@ -105,6 +107,37 @@ def divide_by_total(state: int, sinks: int, chunks: int) -> None:
     for row in range(QUAD):
         log = np.float32(np.log(load_float(peaks + VECTOR_BYTES + 4 * row)))
         store_float(peaks + 4 * row, load_float(peaks + 4 * row) * _LN_2 + log)
+
+
+@quad_code
+def scale_values(state: int, factor: np.float32, chunks: int) -> None:
+    """Multiply a finished state by what stored V was divided by."""
+    by = spread(factor)
+    for k in range(2 * QUAD * chunks):
+        at = state + k * VECTOR_BYTES
+        store(at, multiply(load(at), by))
+
+
+@quad_code
+def deal_row(packed: int, row: int, chunks: int) -> None:
+    """One packed query row, which is in order, as even and odd elements, as K is loaded."""
+    at = packed + row * 2 * VECTOR_BYTES
+    for _ in range(chunks):
+        x, y = deal(load(at), load(at + VECTOR_BYTES))
+        store(at, x)
+        store(at + VECTOR_BYTES, y)
+        at += CHUNK_BYTES
+
+
+@quad_code
+def riffle_row(state: int, row: int, chunks: int) -> None:
+    """One row of a finished state, which is even and odd elements as V is loaded, in order."""
+    at = state + row * 2 * VECTOR_BYTES
+    for _ in range(chunks):
+        x, y = riffle(load(at), load(at + VECTOR_BYTES))
+        store(at, x)
+        store(at + VECTOR_BYTES, y)
+        at += CHUNK_BYTES
 
 
 @quad_code

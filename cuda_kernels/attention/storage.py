@@ -10,8 +10,8 @@ import numpy as np
 
 from cuda_kernels.attention.quad import add_tile_of, add_tile_row_of, dot_tile_of, quad_code
 from cuda_kernels.attention.state import pack_row_of, store_row_of
-from cuda_kernels.dtypes import BFLOAT16, FLOAT32
-from cuda_kernels.vectors import BFLOAT16_TAG, FLOAT16_TAG, FLOAT32_TAG
+from cuda_kernels.dtypes import BFLOAT16, FLOAT32, FP8_E4M3
+from cuda_kernels.vectors import BFLOAT16_TAG, FLOAT16_TAG, FLOAT32_TAG, FP8_TAG
 
 
 @quad_code
@@ -31,6 +31,8 @@ def dot_tile(
         dot_tile_of(FLOAT32_TAG, scores, packed, keys, start, stop, dims, ahead, ahead_lines)
     elif kind == BFLOAT16:
         dot_tile_of(BFLOAT16_TAG, scores, packed, keys, start, stop, dims, ahead, ahead_lines)
+    elif kind == FP8_E4M3:
+        dot_tile_of(FP8_TAG, scores, packed, keys, start, stop, dims, ahead, ahead_lines)
     else:
         dot_tile_of(FLOAT16_TAG, scores, packed, keys, start, stop, dims, ahead, ahead_lines)
 
@@ -52,6 +54,8 @@ def add_tile(
         add_tile_of(FLOAT32_TAG, sums, weights, values, first, last, dims, ahead, ahead_lines)
     elif kind == BFLOAT16:
         add_tile_of(BFLOAT16_TAG, sums, weights, values, first, last, dims, ahead, ahead_lines)
+    elif kind == FP8_E4M3:
+        add_tile_of(FP8_TAG, sums, weights, values, first, last, dims, ahead, ahead_lines)
     else:
         add_tile_of(FLOAT16_TAG, sums, weights, values, first, last, dims, ahead, ahead_lines)
 
@@ -65,6 +69,8 @@ def add_tile_row(
         add_tile_row_of(FLOAT32_TAG, sums, weights, values, first, last, dims)
     elif kind == BFLOAT16:
         add_tile_row_of(BFLOAT16_TAG, sums, weights, values, first, last, dims)
+    elif kind == FP8_E4M3:
+        add_tile_row_of(FP8_TAG, sums, weights, values, first, last, dims)
     else:
         add_tile_row_of(FLOAT16_TAG, sums, weights, values, first, last, dims)
 

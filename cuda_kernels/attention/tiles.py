@@ -21,8 +21,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from cuda_kernels.dtypes import BFLOAT16, FLOAT32, Bits, Float32s, Int32s
-from cuda_kernels.numeric import exp, tanh, widen_bfloat16, widen_float16
+from cuda_kernels.dtypes import BFLOAT16, FLOAT32, FP8_E4M3, Bits, Float32s, Int32s
+from cuda_kernels.numeric import exp, tanh, widen_bfloat16, widen_float16, widen_fp8
 
 TILE_KEYS = 64
 PANEL = 32
@@ -79,6 +79,9 @@ def pack_keys(
             elif kind == BFLOAT16:
                 for d in range(dims):
                     column[d * TILE_KEYS] = widen_bfloat16(row[d])
+            elif kind == FP8_E4M3:
+                for d in range(dims):
+                    column[d * TILE_KEYS] = widen_fp8(row[d])
             else:
                 for d in range(dims):
                     column[d * TILE_KEYS] = widen_float16(row[d])
@@ -135,6 +138,9 @@ def _widen_rows(
         elif kind == BFLOAT16:
             for d in range(width):
                 into[d] = widen_bfloat16(row[d])
+        elif kind == FP8_E4M3:
+            for d in range(width):
+                into[d] = widen_fp8(row[d])
         else:
             for d in range(width):
                 into[d] = widen_float16(row[d])

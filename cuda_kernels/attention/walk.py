@@ -34,7 +34,14 @@ from cuda_kernels.attention.room import (
     take_query,
     with_part,
 )
-from cuda_kernels.attention.state import clear, divide_by_total, fold, state_bytes
+from cuda_kernels.attention.state import (
+    clear,
+    divide_by_total,
+    fold,
+    riffle_row,
+    scale_values,
+    state_bytes,
+)
 from cuda_kernels.attention.storage import (
     add_tile,
     add_tile_row,
@@ -161,7 +168,7 @@ def attend_quad(
     table = room.keys + side
     ahead = room.keys + TABLE_BYTES - side
     dims = max(call.head_dim, PAIR)
-    dot_tile(call.kind, room.scores, packed, table, start, stop, dims, ahead, key_lines)
+    dot_tile(call.kv_kind, room.scores, packed, table, start, stop, dims, ahead, key_lines)
     masked = start < common_low or stop > common_high + 1
     slopes = room.slopes + quad * QUAD * 4 if call.slopes != 0 else 0
     if masked or call.softcap > 0 or slopes != 0:
@@ -176,14 +183,14 @@ def attend_quad(
     ahead = room.values + TABLE_BYTES - side
     dims = max(call.value_dim, PAIR)
     if low == common_low and high == common_high:
-        add_tile(call.kind, sums, room.scores, table, low, high, dims, ahead, value_lines)
+        add_tile(call.kv_kind, sums, room.scores, table, low, high, dims, ahead, value_lines)
         return
     for row in range(QUAD):
         here = load_int64(room.positions + (quad * QUAD + row) * ADDRESS_BYTES)
         first = max(first_read(here, call.window) - base, 0)
         last = min(here - base, TILE - 1)
         into = sums + row * 2 * VECTOR_BYTES
-        add_tile_row(call.kind, into, room.scores + 4 * row, table, first, last, dims)
+        add_tile_row(call.kv_kind, into, room.scores + 4 * row, table, first, last, dims)
 
 
 @quad_code
@@ -205,7 +212,7 @@ def find_tile(call: Any, query: Query, room: Room, base: int, low: int, high: in
 @quad_code
 def walk(call: Any, query: Query, room: Room, low: int, high: int, whole: bool) -> None:
     """All quads against positions low..high; parts are folded into totals if `whole`."""
-    size = call.item_bytes
+    size = call.kv_bytes
     key_lines = (call.head_dim * size + LINE_BYTES - 1) // LINE_BYTES
     value_lines = (call.value_dim * size + LINE_BYTES - 1) // LINE_BYTES
     chunks = num_chunks(call.value_dim)
@@ -243,6 +250,8 @@ def finish(call: Any, query: Query, room: Room) -> None:
     for quad in range(query.quads):
         state = room.total + quad * state_bytes(chunks)
         divide_by_total(state, room.firsts + quad * QUAD * 4, chunks)
+        if call.value_scales != 0:
+            scale_values(state, load_float(call.value_scales + 4 * query.head), chunks)
     k = 0
     for token in range(query.token, query.token + query.num_tokens):
         head = query.head * call.group
@@ -250,6 +259,8 @@ def finish(call: Any, query: Query, room: Room) -> None:
         lse = call.lse + token * call.lse_token + head * call.lse_head
         for _ in range(call.group):
             state = room.total + k // QUAD * state_bytes(chunks)
+            if call.dealt:
+                riffle_row(state, k % QUAD, chunks)
             store_row(call.kind, out, state, k % QUAD, call.value_dim, room.spare)
             if call.lse != 0:
                 log = load_float(state + chunks * CHUNK_BYTES + 4 * (k % QUAD))

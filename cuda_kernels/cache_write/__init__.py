@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from cuda_kernels import checks
 from cuda_kernels.cuda.array import DeviceArray, device_of
-from cuda_kernels.dtypes import storage_dtype
+from cuda_kernels.dtypes import FP8_E4M3, StorageDtype, kv_storage_dtype, storage_dtype
 from cuda_kernels.plane import plane_of
 
 
@@ -28,6 +28,9 @@ def write_kv(
     slot_mapping: NDArray[np.int64] | DeviceArray,
     value_arena: NDArray[Any] | DeviceArray | None = None,
     layout: str = "HND",
+    kv_dtype: str | None = None,
+    key_scale: NDArray[np.float32] | None = None,
+    value_scale: NDArray[np.float32] | None = None,
     check: bool = True,
     stream: int = 0,
 ) -> None:
@@ -41,6 +44,11 @@ def write_kv(
     ``value_arena`` if it is given, an array like ``arena`` with as many frames. With ``layout``
     "NHD" the planes are ``[block_size, num_kv_heads, ...]`` instead.
 
+    With ``kv_dtype`` "fp8_e4m3" the arenas are uint8 and hold ``key / key_scale`` and ``value /
+    value_scale``, float32 ``[num_kv_heads]`` from 1e-12 to 1e12 (None: 1), divided in float32 and
+    rounded once, ties to even. What is above 448 then, infinity too, is stored as 448, NaN as NaN.
+    Not on a device in this version.
+
     No two rows may name one slot: that is the caller's duty, and what a slot named twice holds is
     undefined. All slots are checked before the first write; TypeError or ValueError then leaves
     the arena as it was. With ``check=False`` arrays and slots are trusted. Releases the GIL.
@@ -50,6 +58,7 @@ def write_kv(
     kernel is queued on ``stream``, the handle of a CUDA stream, and slots are trusted.
     """
     storage = storage_dtype(dtype)
+    stored = kv_storage_dtype(kv_dtype, storage)
     values = arena if value_arena is None else value_arena
     if check:
         device_of(
@@ -61,7 +70,7 @@ def write_kv(
             values,
             key,
             value,
-            storage.array_dtype,
+            (storage, stored),
             key_offset,
             value_offset,
             block_size,
@@ -70,6 +79,7 @@ def write_kv(
             value_dim,
             slot_mapping,
         )
+        checks.kv_scales(stored, num_kv_heads, key_scale=key_scale, value_scale=value_scale)
     heads, size = int(num_kv_heads), int(block_size)
     work: Any = tuple(
         (rows, target, plane_of(layout, int(offset), heads, size, rows.shape[2]))
@@ -78,11 +88,18 @@ def write_kv(
     if isinstance(slot_mapping, DeviceArray):
         from cuda_kernels.cache_write import cuda_call
 
+        checks.no_fp8_on_device(stored.kind)
         cuda_call.write(slot_mapping, size, work[0], work[1], stream)
         return
     from cuda_kernels.cache_write import cpu
 
     slots = np.ascontiguousarray(slot_mapping, np.int64)
+    if stored.kind == FP8_E4M3:
+        from cuda_kernels.cache_write import fp8
+
+        for (rows, target, plane), scale in zip(work, (key_scale, value_scale), strict=True):
+            fp8.write(target, rows, plane, size, slots, storage, scale)
+        return
     for rows, target, plane in work:
         cpu.write(target, rows, plane, size, slots)
 
@@ -92,7 +109,7 @@ def _check(
     values: Any,
     key: Any,
     value: Any,
-    array_dtype: np.dtype[Any],
+    storages: tuple[StorageDtype, StorageDtype],
     key_offset: int,
     value_offset: int,
     block_size: int,
@@ -102,7 +119,8 @@ def _check(
     slot_mapping: Any,
 ) -> None:
     """Refuse what can't be written, before any of it is."""
-    checks.array("arena", arena, (array_dtype,), (None, None), contiguous=True)
+    dtypes, stored = (storages[0].array_dtype,), (storages[1].array_dtype,)
+    checks.array("arena", arena, stored, (None, None), contiguous=True)
     checks.writable("arena", arena)
     size = checks.integer("block_size", block_size, 1, 2**20)
     heads = checks.integer("num_kv_heads", num_kv_heads, 1, 2**20)
@@ -110,13 +128,13 @@ def _check(
     value_dims = checks.integer("value_dim", value_dim, 1, 2**20)
     frames, frame_elements = arena.shape
     checks.plane("key_offset", key_offset, heads, size, dims, frame_elements)
-    checks.array("value_arena", values, (array_dtype,), (frames, None), contiguous=True)
+    checks.array("value_arena", values, stored, (frames, None), contiguous=True)
     checks.writable("value_arena", values)
     checks.plane("value_offset", value_offset, heads, size, value_dims, values.shape[1])
     checks.array("slot_mapping", slot_mapping, checks.INTEGER_DTYPES, (None,))
     tokens = slot_mapping.shape[0]
-    checks.array("key", key, (array_dtype,), (tokens, heads, dims))
-    checks.array("value", value, (array_dtype,), (tokens, heads, value_dims))
+    checks.array("key", key, dtypes, (tokens, heads, dims))
+    checks.array("value", value, dtypes, (tokens, heads, value_dims))
     if isinstance(slot_mapping, DeviceArray):
         return
     wrong = (slot_mapping < -1) | (slot_mapping >= frames * size)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from cuda_kernels.cuda.array import DeviceArray
-from cuda_kernels.cuda.kernel import KernelSource, Launch
+from cuda_kernels.cuda.kernel import Claims, KernelSource, Launch
 from cuda_kernels.plane import Plane
 
 THREADS = 128
-
+# Of 64 registers, 1,024 threads fill a processor; four loads are under way, one ends a row.
+CLAIMS = Claims(max_registers=64, min_wide_loads=5)
 
 #: The kernel by the bytes of a slot.
 KERNELS = {
@@ -17,6 +18,7 @@ KERNELS = {
         ("int64",) * 19,
         THREADS,
         (("slot_bytes", slot_bytes),),
+        claims=CLAIMS,
     )
     for slot_bytes in (4, 8)
 }

@@ -27,8 +27,10 @@ from cuda_kernels.cuda.kernel import KernelSource
 _FORMAT = "kvmem.kernel/1"
 #: Who turns Python into machine code; their versions are part of the name of a cached kernel.
 TOOLS = ("numba", "llvmlite", "numba-cuda", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink")
-#: What kernels are made of besides their own module, in this folder.
+#: What kernels are made of besides the kernels of their own folder: files of this folder.
 SHARED_SOURCES = ("compile.py", "copying.py", "prims.py")
+#: Beside the kernels of a folder, but no part of them: it makes their launches.
+HOST_SOURCE = "cuda_call.py"
 #: Library by cuda.pathfinder's name -> the distribution that brings it, and what it does.
 _LIBRARIES = {
     "nvrtc": ("nvidia-cuda-nvrtc", "lists the architectures that PTX can be made for"),
@@ -92,7 +94,8 @@ def make_ptx(source: KernelSource, capability: tuple[int, int]) -> bytes:
         cc=capability,
         device=False,
         abi="numba",
-        launch_bounds=source.threads,
+        # At least one block a processor: without it ptxas 13.0 spills to fit in more of them.
+        launch_bounds=(source.threads, source.blocks),
     )
     return stable_names(text, source.name).encode()
 
@@ -176,11 +179,13 @@ def cache_key(source: KernelSource, capability: tuple[int, int]) -> str:
     if spec is None or spec.origin is None:
         raise RuntimeError(f"no source of {source.module}")
     shared = (Path(__file__).with_name(name) for name in SHARED_SOURCES)
-    for path in (Path(spec.origin), *shared):
+    own = Path(spec.origin)
+    beside = {own, *own.parent.glob("cuda_*.py")} - {own.with_name(HOST_SOURCE)}
+    for path in (*sorted(beside), *shared):
         digest.update(path.read_bytes())
     facts = [
         source.module, source.maker, source.parameters, source.threads, source.constants,
-        capability, tool_versions(),
+        source.blocks, capability, tool_versions(),
     ]  # fmt: skip
     digest.update(json.dumps(facts, sort_keys=True).encode())
     return digest.hexdigest()[:32]

@@ -6,6 +6,17 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 
+class Claims(NamedTuple):
+    """What a kernel's machine code is held to, on each architecture (`tools/kernel_table.py`).
+
+    Nothing may be spilled and nothing may lie on a stack; that goes without saying here.
+    """
+
+    max_registers: int  # a thread
+    min_wide_loads: int  # instructions that load 16 bytes a lane from global memory
+    tensor_cores: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelSource:
     """Where a kernel's Python function comes from, and how it is compiled; one object a kernel.
@@ -14,7 +25,10 @@ class KernelSource:
 
     ``maker`` is a function of ``module`` that takes the ``constants`` and returns the kernel; its
     parameters have the Numba types ``parameters`` ("int64", "float32"). ``threads`` is the size of
-    a block. Nothing is imported before the kernel has to be compiled.
+    a block; ``blocks`` is how many of them a processor shall hold at once at least, which bounds
+    the registers. Nothing is imported before the kernel has to be compiled. ``claims`` change
+    nothing in the machine code; a kernel that ships states them, and `registry.py` lists its
+    module.
     """
 
     module: str
@@ -22,6 +36,8 @@ class KernelSource:
     parameters: tuple[str, ...]
     threads: int
     constants: tuple[tuple[str, int | str], ...] = ()
+    blocks: int = 1
+    claims: Claims | None = None
 
     @property
     def name(self) -> str:

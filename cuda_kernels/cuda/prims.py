@@ -114,6 +114,12 @@ quotient = primitive(
     (I64, I64),
 )
 
+# The number of this thread in its block, and of this block along x, read where it stands: what is
+# computed from it isn't computed before a loop around, to hold registers all through it.
+_NUMBER = "{ .reg .u32 number; mov.u32 number, NAME; cvt.u64.u32 $0, number; }"
+thread_here = primitive("thread_here", _NUMBER.replace("NAME", "%tid.x"), (I64,), (), effects=True)
+block_here = primitive("block_here", _NUMBER.replace("NAME", "%ctaid.x"), (I64,), (), effects=True)
+
 # -- floats ----------------------------------------------------------------------------------------
 
 load_float = _load("load_float", "f32", (F32,))
@@ -133,7 +139,13 @@ narrow_float16 = primitive("narrow_float16", "cvt.rn.f16x2.f32 $0, $2, $1;", (U3
 as_float = primitive("as_float", "mov.b32 $0, $1;", (F32,), (U32,))
 exp2 = primitive("exp2", "ex2.approx.ftz.f32 $0, $1;", (F32,), (F32,))
 log2 = primitive("log2", "lg2.approx.f32 $0, $1;", (F32,), (F32,))
+reciprocal = primitive("reciprocal", "rcp.approx.ftz.f32 $0, $1;", (F32,), (F32,))
 maximum = primitive("maximum", "max.f32 $0, $1, $2;", (F32,), (F32, F32))
+# a * b + c, rounded once: the same bits wherever it stands, which `a * b + c` doesn't promise.
+multiply_add = primitive("multiply_add", "fma.rn.f32 $0, $1, $2, $3;", (F32,), (F32, F32, F32))
+# The lower, or the upper, halves of two words in one: the first operand's is the lower one.
+lower_halves = primitive("lower_halves", "prmt.b32 $0, $1, $2, 0x5410;", (U32,), (U32, U32))
+upper_halves = primitive("upper_halves", "prmt.b32 $0, $1, $2, 0x7632;", (U32,), (U32, U32))
 
 # -- warps -----------------------------------------------------------------------------------------
 
@@ -158,5 +170,34 @@ shuffle_integer_from = primitive(
     "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;",
     (I32,),
     (I32, I32),
+    effects=True,
+)
+
+
+# -- matrices of a warp: all 32 lanes, lane = 4 * row + quad ---------------------------------------
+
+
+def _mma(name: str, kind: str) -> Any:
+    """D[16][8] = A[16][16] B[16][8] + C, elements of two bytes, sums in float32.
+
+    Operands: a0 to a3 (rows `row` and `row + 8`, columns 2 * quad and 2 * quad + 1; then 8
+    columns on), b0 and b1 (rows 2 * quad and 2 * quad + 1, column `row`; then 8 rows on), c0 to
+    c3 (row `row`, columns 2 * quad and 2 * quad + 1; then 8 rows on). Results lie as c0 to c3.
+    """
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    return primitive(name, text, (F32,) * 4, (U32,) * 6 + (F32,) * 4)
+
+
+mma_bfloat16 = _mma("mma_bfloat16", "bf16")
+mma_float16 = _mma("mma_float16", "f16")
+# An 8 x 8 matrix of two-byte elements, two of a row in each lane, transposed.
+transpose_matrix = primitive(
+    "transpose_matrix",
+    "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+    (U32,),
+    (U32,),
     effects=True,
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from cuda_kernels.cuda.array import DeviceArray
-from cuda_kernels.cuda.kernel import KernelSource, Launch
+from cuda_kernels.cuda.kernel import Claims, KernelSource, Launch
 
 THREADS = 256
 # A chunk keeps 256 threads busy for two rounds of four 16-byte loads each.
 CHUNK_BYTES = 32768
-
+# Of 64 registers, 1,024 threads fill a processor; four loads are under way, one ends a row.
+CLAIMS = Claims(max_registers=64, min_wide_loads=5)
 
 #: The kernel by the bytes of an id of the target, and of the source; 0: no ids.
 KERNELS = {
@@ -18,6 +19,7 @@ KERNELS = {
         ("int64",) * 10,
         THREADS,
         (("target_id_bytes", target_id_bytes), ("source_id_bytes", source_id_bytes)),
+        claims=CLAIMS,
     )
     for target_id_bytes in (0, 4, 8)
     for source_id_bytes in (0, 4, 8)

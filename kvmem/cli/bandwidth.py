@@ -29,6 +29,7 @@ def swap_bandwidth(config: kvmem.Config) -> int:
         head_dim=config.head_dim,
         v_head_dim=config.v_head_dim,
         dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
         block_size=config.block_size,
         device_blocks=blocks,
         host_blocks=blocks,

@@ -19,6 +19,7 @@ FLAGS = {
     "head_dim": "--head-dim",
     "v_head_dim": "--v-head-dim",
     "dtype": "--dtype",
+    "kv_dtype": "--kv-dtype",
     "block_size": "--block-size",
     "device_blocks": "--device-blocks",
     "device_memory": "--device-memory",
@@ -53,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         metavar="NAME",
         help="float32, float16, bfloat16; default: that of the file, else float32",
+    )
+    model.add_argument(
+        "--kv-dtype", metavar="NAME", help="what K and V are stored as: fp8_e4m3; default: --dtype"
     )
     tiers = parser.add_argument_group("tiers (each in blocks, or as memory)")
     tiers.add_argument(
@@ -149,6 +153,7 @@ def _capacity(arguments: argparse.Namespace, shape: ModelShape) -> Capacity:
         "head_dim": first.head_dim,
         "v_head_dim": first.value_dim,
         "dtype": dtype,
+        "kv_dtype": arguments.kv_dtype,
         "block_size": arguments.block_size,
     }
     has_device = (arguments.device_blocks, arguments.device_memory) != (None, None)
@@ -158,7 +163,8 @@ def _capacity(arguments: argparse.Namespace, shape: ModelShape) -> Capacity:
     }
     config = kvmem.Config(**settings, **(tiers if has_device else {"device_blocks": 1}))
     # A frame's bytes hang on the sum of its layers; equal geometry makes the Config's figures ours.
-    assert config.geometry.frame_bytes == frame_of(shape, dtype, config.block_size).frame_bytes
+    stored = config.kv_dtype_name
+    assert config.geometry.frame_bytes == frame_of(shape, stored, config.block_size).frame_bytes
     bandwidth = arguments.bandwidth
     if arguments.measure:
         from kvmem.cli.bandwidth import swap_bandwidth
@@ -167,7 +173,7 @@ def _capacity(arguments: argparse.Namespace, shape: ModelShape) -> Capacity:
         bandwidth = swap_bandwidth(config)
     return capacity(
         shape,
-        dtype=config.dtype_name,
+        dtype=stored,
         block_size=config.block_size,
         device_blocks=config.device_blocks if has_device else 0,
         host_blocks=config.host_blocks,

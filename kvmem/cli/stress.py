@@ -62,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--dtype", default="float32", metavar="NAME", help="float32 (default), float16, bfloat16"
     )
+    model.add_argument(
+        "--kv-dtype", metavar="NAME", help="what K and V are stored as: fp8_e4m3; default: --dtype"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -103,6 +106,7 @@ def _options(arguments: argparse.Namespace) -> StressOptions:
             num_kv_heads=arguments.kv_heads,
             head_dim=arguments.head_dim,
             dtype=arguments.dtype,
+            kv_dtype=arguments.kv_dtype,
             faults=arguments.faults,
             seed=random.SystemRandom().randrange(2**31) if seed is None else seed,
             threads=arguments.threads,

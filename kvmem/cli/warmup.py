@@ -23,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="float32 (default), float16, bfloat16: each has functions of its own",
     )
+    parser.add_argument(
+        "--kv-dtype", metavar="NAME", help="what K and V are stored as: fp8_e4m3; default: --dtype"
+    )
     parser.add_argument("--kv-heads", type=whole, default=2, metavar="N", help="default 2")
     parser.add_argument("--head-dim", type=whole, default=64, metavar="N", help="default 64")
     parser.add_argument("--v-head-dim", type=whole, metavar="N", help="default: --head-dim")
@@ -36,14 +39,16 @@ def run(arguments: argparse.Namespace) -> int:
         head_dim=arguments.head_dim,
         v_head_dim=arguments.v_head_dim,
         dtype=arguments.dtype,
+        kv_dtype=arguments.kv_dtype,
         device_blocks=1,
     )
     report = kvmem.warmup(config, progress=lambda done, total, what: note(f"{done}/{total} {what}"))
+    dtypes = {"dtype": config.dtype_name, "kv_dtype": config.kv_dtype_name}
     if arguments.json:
-        print_json("warmup", {"dtype": config.dtype_name, **asdict(report)})
+        print_json("warmup", {**dtypes, **asdict(report)})
         return 0
     rows = [
-        ("dtype", config.dtype_name),
+        *dtypes.items(),
         ("time", f"{report.seconds:.1f} s"),
         ("compiled", f"{report.num_compiled} functions"),
         ("loaded", f"{report.num_loaded} functions"),

@@ -1,7 +1,8 @@
 """From torch tensors to the kernels and back: write, attend and copy-on-write on one arena.
 
 Tensors are checked here against the layout; slots and copies were checked by the ledger. No tensor
-is copied: 16-bit floats are viewed as uint16, because NumPy has no bfloat16.
+is copied: 16-bit floats are viewed as uint16, because NumPy has no bfloat16. K and V in fp8_e4m3
+are narrowed by the write and widened by attention, with the scales of the config.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from kvmem.errors import ShapeError
+from kvmem.storage_dtype import Scales
 from kvmem.store.arena import Arena
 from kvmem.store.device import FrameIds
 from kvmem.store.layout import Layout
@@ -26,18 +28,33 @@ class Compute:
     the ledger are trusted.
     """
 
-    def __init__(self, layout: Layout, arena: Arena, *, check: bool) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        arena: Arena,
+        *,
+        check: bool,
+        k_scale: Scales | None = None,
+        v_scale: Scales | None = None,
+    ) -> None:
         self._layout = layout
         self._arena = arena.elements(layout.storage_dtype)
         self._check = check
         self._planes = layout.rows()
         self._common: dict[str, Any] = {
-            "dtype": layout.dtype_name,
+            "dtype": layout.compute_name,
+            "kv_dtype": layout.dtype_name,
             "block_size": layout.block_size,
             "num_kv_heads": layout.num_kv_heads,
             "head_dim": layout.head_dim,
             "value_dim": layout.value_dim,
         }
+        scales = (("key_scale", k_scale), ("value_scale", v_scale))
+        #: By layer, for the kernels.
+        self._scales: list[dict[str, Any]] = [
+            {name: np.array(given[i], np.float32) for name, given in scales if given is not None}
+            for i in range(layout.num_layers)
+        ]
 
     def write(
         self,
@@ -58,6 +75,7 @@ class Compute:
             value_offset=value_offset,
             slot_mapping=slot_mapping,
             check=self._check,
+            **self._scales[layer],
             **self._common,
         )
 
@@ -81,7 +99,7 @@ class Compute:
         """Where attention goes, after checking the query: ``out``, or a new tensor full of NaN."""
         shape = (num_tokens, self._check_query(query, num_tokens), self._layout.value_dim)
         if out is None:
-            return torch.full(shape, torch.nan, dtype=self._layout.dtype)
+            return torch.full(shape, torch.nan, dtype=self._layout.compute_dtype)
         self._check_tensor("out", out, shape)
         return out
 
@@ -110,7 +128,7 @@ class Compute:
         num_heads = self._check_query(query, int(query_start[-1]))
         shape = (query.shape[0], num_heads, layout.value_dim)
         if out is None:
-            out = torch.empty(shape, dtype=layout.dtype)
+            out = torch.empty(shape, dtype=layout.compute_dtype)
         else:
             self._check_tensor("out", out, shape)
         lse = torch.empty(shape[:2], dtype=torch.float32) if return_lse else None
@@ -131,6 +149,7 @@ class Compute:
             sinks=_head_vector("sinks", sinks, num_heads),
             lse=None if lse is None else lse.numpy(),
             check=True,  # scale, window and the like come from the user; cheap beside the work
+            **self._scales[layer],
             **self._common,
         )
         return out if lse is None else (out, lse)
@@ -198,10 +217,11 @@ class Compute:
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tuple(tensor.shape) != shape:
             raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
-        if tensor.dtype != self._layout.dtype:
+        expected = self._layout.compute_dtype
+        if tensor.dtype != expected:
             raise ShapeError(
-                f"{name} has dtype {tensor.dtype}; expected {self._layout.dtype}, the dtype of "
-                "this config: convert it first"
+                f"{name} has dtype {tensor.dtype}; expected {expected}, the dtype of this config: "
+                "convert it first"
             )
         if tensor.device.type != "cpu":
             raise ShapeError(f"{name} is on device {tensor.device}; expected cpu: move it first")

@@ -18,18 +18,21 @@ from numpy.typing import NDArray
 from kvmem.errors import ConfigError
 from kvmem.geometry import FrameGeometry, uniform_frame
 from kvmem.sim_options import SimOptions
+from kvmem.storage_dtype import FP8, Scales
 
 TORCH_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
 }
 
-#: The NumPy dtype that holds the bits of a storage dtype (NumPy has no bfloat16).
+#: The NumPy dtype that holds the bits of a storage dtype (NumPy has neither bfloat16 nor fp8_e4m3).
 STORAGE_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.uint16),
     "bfloat16": np.dtype(np.uint16),
+    "fp8_e4m3": np.dtype(np.uint8),
 }
 
 
@@ -46,6 +49,12 @@ class StoreConfig(Protocol):
     def v_head_dim(self) -> int | None: ...
     @property
     def dtype(self) -> torch.dtype: ...
+    @property
+    def kv_dtype(self) -> torch.dtype | None: ...
+    @property
+    def k_scale(self) -> Scales | None: ...
+    @property
+    def v_scale(self) -> Scales | None: ...
     @property
     def block_size(self) -> int: ...
     @property
@@ -69,11 +78,13 @@ class Layout:
     """The planes of a frame of equal layers. Offsets and strides are in elements of ``dtype_name``.
 
     ``layers[i]`` is the pair (offset of K, offset of V) of layer i from the start of its frame.
+    ``compute_name`` is the dtype of what is written and attended with.
     """
 
     geometry: FrameGeometry
     dtype_name: str
     layers: tuple[tuple[int, int], ...]
+    compute_name: str
 
     @classmethod
     def build(
@@ -85,8 +96,10 @@ class Layout:
         value_dim: int,
         block_size: int,
         dtype_name: str,
+        compute_name: str | None = None,
     ) -> Layout:
-        """The layout of ``num_layers`` equal layers; ``dtype_name`` is a key of TORCH_DTYPES."""
+        """The layout of ``num_layers`` equal layers; ``dtype_name`` is a key of TORCH_DTYPES, and
+        so is ``compute_name`` (None: the same)."""
         element_bytes = TORCH_DTYPES[dtype_name].itemsize
         geometry = uniform_frame(
             num_layers=num_layers,
@@ -99,16 +112,18 @@ class Layout:
         offsets: list[list[int]] = [[0, 0] for _ in range(num_layers)]
         for plane in geometry.planes:
             offsets[plane.layer][plane.is_value] = plane.offset_bytes // element_bytes
-        return cls(geometry, dtype_name, tuple((k, v) for k, v in offsets))
+        layers = tuple((k, v) for k, v in offsets)
+        return cls(geometry, dtype_name, layers, compute_name or dtype_name)
 
     @classmethod
     def of(cls, config: StoreConfig) -> Layout:
         """The layout of a config. Raises ``ConfigError`` for a dtype that can't be stored."""
-        names = [name for name, dtype in TORCH_DTYPES.items() if dtype == config.dtype]
-        if not names:
+        names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+        computed = [name for dtype, name in names.items() if dtype != FP8]
+        if names.get(config.dtype) not in computed:
             raise ConfigError(
-                f"dtype {config.dtype} can't be stored on device cpu; supported: "
-                f"{', '.join(TORCH_DTYPES)}"
+                f"dtype {config.dtype} can't be computed in on device cpu; supported: "
+                f"{', '.join(computed)}"
             )
         return cls.build(
             num_layers=config.num_layers,
@@ -116,7 +131,8 @@ class Layout:
             head_dim=config.head_dim,
             value_dim=config.head_dim if config.v_head_dim is None else config.v_head_dim,
             block_size=config.block_size,
-            dtype_name=names[0],
+            dtype_name=names[config.kv_dtype or config.dtype],
+            compute_name=names[config.dtype],
         )
 
     @property
@@ -152,12 +168,17 @@ class Layout:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The torch dtype of K and V."""
+        """The torch dtype that K and V are stored as."""
         return TORCH_DTYPES[self.dtype_name]
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        """The torch dtype of rows to write, of queries and of results."""
+        return TORCH_DTYPES[self.compute_name]
+
+    @property
     def storage_dtype(self) -> np.dtype[Any]:
-        """The NumPy dtype the kernels see: float32, or uint16 holding 16-bit floats."""
+        """The NumPy dtype of an arena as kernels see it: float32, or an unsigned one for bits."""
         return STORAGE_DTYPES[self.dtype_name]
 
     @property

@@ -64,7 +64,13 @@ class Store:
         if self.device.simulated and self.layout.is_even:
             for arena in filter(None, (self._device_arena, self._host_arena)):
                 arena.num_pieces = self.layout.num_layers  # copies by layers are told apart
-        self._compute = Compute(self.layout, self._device_arena, check=config.debug)
+        self._compute = Compute(
+            self.layout,
+            self._device_arena,
+            check=config.debug,
+            k_scale=config.k_scale,
+            v_scale=config.v_scale,
+        )
         self._kernels: Compute | StagedCompute = self._compute
         self._checks: Checks | None = None
         filler: Filler | None = None
@@ -219,6 +225,7 @@ class Store:
         """Store K ``[num_tokens, num_kv_heads, head_dim]`` and V (``value_dim``) of one layer.
 
         ``slot_mapping`` int64 ``[num_tokens]``: frame * block_size + offset, -1 skips the token.
+        Both of the config's ``dtype``; narrowed to its ``kv_dtype`` where that is another.
         Slots are trusted, except with ``debug``. Raises ``ShapeError`` or ``TypeError`` for a
         wrong tensor (with ``debug`` also for NaN), ``ValueError`` for a slot out of range; nothing
         is written then.
@@ -272,7 +279,8 @@ class Store:
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of K and V of a layer in the device arena, frame 0 (the null frame) included.
 
-        ``[device_blocks + 1, block_size, num_kv_heads, head_dim | value_dim]``, strided, no copy.
+        ``[device_blocks + 1, block_size, num_kv_heads, head_dim | value_dim]`` of the ``kv_dtype``,
+        strided, no copy; in fp8_e4m3 still divided by the scales.
         A simulated device first runs its compute stream, and sees no access by such a view.
         """
         self.device.settle(Stream.COMPUTE)

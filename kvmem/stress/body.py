@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cuda_kernels.dtypes import bits_to_float
 from kvmem.manager import Manager
 from kvmem.sequence import Sequence as Handle
 from kvmem.step import Step
+from kvmem.storage_dtype import FP8, FP8_NAME
 from kvmem.stress.breach import Breach, Mismatch
 from kvmem.stress.stamps import KEY, QUERY, VALUE, Chain, Rows, Stamps, attended
 
@@ -82,6 +84,7 @@ class Body:
         config = manager.config
         self.block_size, self.num_layers = config.block_size, config.num_layers
         self.dtype, self.tolerance = config.dtype, TOLERANCE[config.dtype_name]
+        self.in_fp8 = config.kv_dtype == FP8
         self.checked = Checked()
 
     def run(self, step: Step, known: dict[int, Tracked], *, num_layers: int | None = None) -> None:
@@ -114,8 +117,7 @@ class Body:
         query = self._tensor(QUERY, layer, new)
         out = step.attend(layer, query)
         assert isinstance(out, torch.Tensor)
-        key = self.stamps.rows(KEY, layer, batch.chain)
-        value = self.stamps.rows(VALUE, layer, batch.chain)
+        key, value = self._stored(KEY, layer, batch.chain), self._stored(VALUE, layer, batch.chain)
         found = out.float().numpy()
         error = np.abs(found - self._expected(query.float().numpy(), key, value, batch))
         self._check_rows(step, layer, batch, key, value)
@@ -152,6 +154,11 @@ class Body:
                 )
         self.checked.rows += len(frames)
 
+    def _stored(self, kind: int, layer: int, chain: Chain) -> Rows:
+        """What the arena holds of the rows; by torch's rounding, not by that of the kernel."""
+        rows = self.stamps.rows(kind, layer, chain)
+        return torch.from_numpy(rows).to(FP8).float().numpy() if self.in_fp8 else rows
+
     def _tensor(self, kind: int, layer: int, chain: Chain) -> torch.Tensor:
         return torch.from_numpy(self.stamps.rows(kind, layer, chain)).to(self.dtype)
 
@@ -176,6 +183,8 @@ class Body:
 
 def _picked(view: torch.Tensor, where: tuple[NDArray[np.int64], NDArray[np.int64]]) -> Rows:
     """Some rows of an arena as float32. By NumPy: torch would wake its threads for a few rows."""
+    if view.dtype == FP8:
+        return bits_to_float(view.view(torch.uint8).numpy()[where], FP8_NAME)
     if view.dtype != torch.bfloat16:
         return view.numpy()[where].astype(np.float32)
     bits = view.view(torch.uint16).numpy()[where].astype(np.uint32)

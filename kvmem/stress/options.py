@@ -28,6 +28,7 @@ FLAGS = {
     "num_kv_heads": "--kv-heads",
     "head_dim": "--head-dim",
     "dtype": "--dtype",
+    "kv_dtype": "--kv-dtype",
     "faults": "--faults",
     "seed": "--seed",
     "threads": "--threads",
@@ -61,6 +62,7 @@ class StressOptions:
     num_kv_heads: int = 2
     head_dim: int = 16
     dtype: str = "float32"
+    kv_dtype: str | None = None
     faults: float = 0.0
     seed: int = 0
     threads: int = 1
@@ -111,6 +113,7 @@ class StressOptions:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             device=self.device,
             block_size=self.block_size,
             # the longest and its copy on write must fit, else it would never be computed

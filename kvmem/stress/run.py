@@ -57,6 +57,7 @@ def run_stress(options: StressOptions, *, progress: Tell | None = None) -> Stres
             num_kv_heads=options.num_kv_heads,
             head_dim=options.head_dim,
             dtype=options.dtype,
+            kv_dtype=options.kv_dtype,
             device_blocks=1,
         )
     )

@@ -14,10 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SMOKE = """
 import numpy as np, cuda_kernels
 from cuda_kernels.attention.spec import SPEC
-def once(rng, dtype="float32"):
-    a = SPEC.make_inputs(rng, dtype=dtype, seq_lens=[2100, 300, 0, 17], query_lens=[1, 300, 1, 5],
-        num_heads=8, num_kv_heads=4, head_dim=128, value_dim=64, block_size=16, softcap=20.0,
-        alibi=np.full(8, 0.01, np.float32))
+def once(rng, dtype="float32", kv_dtype=None):
+    a = SPEC.make_inputs(rng, dtype=dtype, kv_dtype=kv_dtype, seq_lens=[2100, 300, 0, 17],
+        query_lens=[1, 300, 1, 5], num_heads=8, num_kv_heads=4, head_dim=128, value_dim=64,
+        block_size=16, softcap=20.0, alibi=np.full(8, 0.01, np.float32))
     cuda_kernels.paged_attention(**a)
     return a
 def check(a):
@@ -30,9 +30,36 @@ EVERY_DTYPE = (
     SMOKE
     + """
 for dtype in ("float32", "bfloat16", "float16"):
-    check(once(np.random.default_rng(3), dtype))
+    for kv_dtype in (None, "fp8_e4m3"):
+        check(once(np.random.default_rng(3), dtype, kv_dtype))
+from cuda_kernels.cache_write.spec import SPEC as WRITE
+for dtype in ("float32", "bfloat16", "float16"):
+    a = WRITE.make_inputs(np.random.default_rng(3), dtype=dtype, kv_dtype="fp8_e4m3",
+        num_tokens=40, num_kv_heads=3, head_dim=80, value_dim=7, block_size=16)
+    expected = WRITE.reference(a)
+    cuda_kernels.write_kv(**a)
+    assert np.array_equal(a["arena"], expected)
 """
 )
+
+SMALL = """
+import numpy as np, cuda_kernels
+from cuda_kernels.attention.spec import SPEC
+from cuda_kernels.cache_write.spec import SPEC as WRITE
+rng = np.random.default_rng(3)
+for dtype in ("float32", "bfloat16"):
+    a = SPEC.make_inputs(rng, dtype=dtype, kv_dtype="fp8_e4m3", seq_lens=[5], query_lens=[1],
+        num_heads=2, num_kv_heads=1, head_dim=8, value_dim=4, block_size=4)
+    cuda_kernels.paged_attention(**a)
+    from cuda_kernels.dtypes import bits_to_float
+    error = np.abs(bits_to_float(a["out"], dtype) - SPEC.reference(a)[0]).max()
+    assert error <= 5 * SPEC.tolerance[dtype], error
+    a = WRITE.make_inputs(rng, dtype=dtype, kv_dtype="fp8_e4m3", num_tokens=9, num_kv_heads=2,
+        head_dim=5, value_dim=7, block_size=4)
+    expected = WRITE.reference(a)
+    cuda_kernels.write_kv(**a)
+    assert np.array_equal(a["arena"], expected)
+"""
 
 # Where the processor has no vectors of 16, LLVM makes two of each: the same code, slower.
 SIXTEEN_LANES = (
@@ -126,6 +153,11 @@ def test_two_python_threads_under_workqueue(threads: str) -> None:
 )
 def test_moves_without_the_instructions_of_this_processor(environment: dict[str, str]) -> None:
     run_python(MOVES, **environment)
+
+
+def test_fp8_as_plain_python() -> None:
+    """Under NUMBA_DISABLE_JIT the plain twin attends, and NumPy narrows."""
+    run_python(SMALL, NUMBA_DISABLE_JIT="1")
 
 
 def test_import_loads_neither_numba_nor_torch() -> None:

@@ -26,14 +26,16 @@ def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("kv_dtype", [None, "fp8_e4m3"])
 @pytest.mark.parametrize("dtype", list(STORAGE_DTYPES))
-def test_write_kv(seed: int, dtype: str, layout: str) -> None:
+def test_write_kv(seed: int, dtype: str, kv_dtype: str | None, layout: str) -> None:
     rng = np.random.default_rng(seed)
     for block_size in (1, 2, 16, 64):
         for tokens in (0, 1, 70):
             arguments = WRITE.make_inputs(
                 rng,
                 dtype=dtype,
+                kv_dtype=kv_dtype,
                 num_tokens=tokens,
                 num_kv_heads=int(rng.integers(1, 5)),
                 head_dim=int(rng.integers(1, 100)),

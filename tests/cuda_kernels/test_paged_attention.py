@@ -10,7 +10,7 @@ import pytest
 
 import cuda_kernels
 from cuda_kernels.attention import cpu, plain
-from cuda_kernels.attention.spec import SPEC
+from cuda_kernels.attention.spec import SPEC, scale_of, stored_as
 from cuda_kernels.dtypes import STORAGE_DTYPES, bits_to_float, float_to_bits, nan_pattern
 
 HEAD_DIMS = (1, 8, 16, 24, 64, 80, 96, 112, 128, 192, 256)
@@ -18,7 +18,15 @@ BLOCK_SIZES = (1, 2, 3, 8, 16, 32, 64)
 GROUPS = ((1, 1), (4, 2), (9, 3), (4, 1), (5, 1), (12, 2), (7, 1), (16, 1), (5, 5), (33, 1))
 LAYOUTS = ("HND", "NHD")
 FEATURES = ("plain", "window", "alibi", "softcap", "scale", "sinks", "all")
-NUM_SHAPES = 320
+NUM_SHAPES = 400
+#: What is computed in, and what K and V are stored as where that is another.
+DTYPES = (*STORAGE_DTYPES, *(f"{name} over fp8_e4m3" for name in STORAGE_DTYPES))
+
+
+def dtypes_of(name: str) -> dict[str, Any]:
+    """The arguments that say so."""
+    dtype, _, kv_dtype = name.partition(" over ")
+    return {"dtype": dtype, "kv_dtype": kv_dtype or None}
 
 
 def rules_of(rng: np.random.Generator, feature: str, num_heads: int) -> dict[str, Any]:
@@ -44,7 +52,7 @@ def lengths_of(rng: np.random.Generator, block_size: int) -> list[int]:
 
 def cover(rng: np.random.Generator) -> list[tuple[Any, ...]]:
     """Shapes in which each pair of values of any two axes meets; the rest is random."""
-    axes = (HEAD_DIMS, BLOCK_SIZES, GROUPS, FEATURES, tuple(STORAGE_DTYPES), LAYOUTS)
+    axes = (HEAD_DIMS, BLOCK_SIZES, GROUPS, FEATURES, DTYPES, LAYOUTS)
     missing = {
         (i, a, j, b)
         for (i, left), (j, right) in itertools.combinations(enumerate(axes), 2)
@@ -86,8 +94,9 @@ def check_against_reference(arguments: dict[str, Any], plain_too: bool = False) 
 def compare(arguments: dict[str, Any], expected: np.ndarray, expected_lse: np.ndarray) -> None:
     """Compare what a run left in out and lse with the reference."""
     out = bits_to_float(arguments["out"], arguments["dtype"])
-    values = np.abs(bits_to_float(arguments["arena"], arguments["dtype"]))
-    largest = max(1.0, float(np.nanmax(values, initial=0)))
+    values = np.abs(bits_to_float(arguments["arena"], stored_as(arguments)))
+    scale = float(scale_of(arguments, "value_scale").max())
+    largest = max(1.0, float(np.nanmax(values, initial=0)) * scale)
     assert np.isfinite(out).all()
     assert np.abs(out - expected).max(initial=0) <= SPEC.tolerance[arguments["dtype"]] * largest
     empty = np.isneginf(expected_lse)
@@ -107,7 +116,7 @@ def test_generated_shapes(seed: int) -> None:
         value_dim = head_dim if rng.random() < 0.7 else int(rng.integers(1, 140))
         arguments = SPEC.make_inputs(
             rng,
-            dtype=dtype,
+            **dtypes_of(dtype),
             seq_lens=seq_lens,
             query_lens=query_lens,
             num_heads=num_heads,
@@ -131,7 +140,7 @@ def test_generated_shapes(seed: int) -> None:
 @pytest.mark.parametrize("head_dim", [1, 3, 17, 40, 63])
 def test_head_dims_that_fit_no_vector(seed: int, head_dim: int) -> None:
     rng = np.random.default_rng(seed)
-    for dtype in STORAGE_DTYPES:
+    for dtype in DTYPES:
         check_against_reference(make(rng, dtype=dtype, head_dim=head_dim, value_dim=head_dim))
 
 
@@ -164,6 +173,7 @@ def make(rng: np.random.Generator, **changes: Any) -> dict[str, Any]:
         "value_dim": 48,
         "block_size": 16,
     }
+    changes |= dtypes_of(changes.get("dtype", "float32"))
     return SPEC.make_inputs(rng, **(settings | changes))
 
 
@@ -175,7 +185,7 @@ def run(arguments: dict[str, Any], **changes: Any) -> tuple[np.ndarray, np.ndarr
     return merged["out"].view(np.uint8), merged["lse"].view(np.uint8)
 
 
-@pytest.mark.parametrize("dtype", list(STORAGE_DTYPES))
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_zero_length_rows_give_zeros(seed: int, dtype: str) -> None:
     """Case 75: each row reads its own table, and a row of length 0 gives zeros."""
     arguments = make(np.random.default_rng(seed), dtype=dtype)
@@ -210,15 +220,16 @@ def test_tokens_past_query_start_are_left_alone(seed: int) -> None:
 def test_poison_reaches_nothing(seed: int) -> None:
     """Case 67: NaN or Inf past the lengths and in free frames changes no bit; -1 is never read."""
     rng = np.random.default_rng(seed)
-    for dtype, length in itertools.product(STORAGE_DTYPES, (1, 2, 15, 16, 17)):
+    for dtype, length in itertools.product(DTYPES, (1, 2, 15, 16, 17)):
         arguments = make(rng, dtype=dtype, seq_lens=[length, 40], query_lens=[1, 3])
         expected = run(arguments)
-        unused = arguments["arena"] == nan_pattern(dtype).view(arguments["arena"].dtype)
+        stored = stored_as(arguments)
+        unused = arguments["arena"] == nan_pattern(stored).view(arguments["arena"].dtype)
         if dtype == "float32":
             unused = np.isnan(arguments["arena"])
         for filler in (0.0, np.inf, 1e30):
             arena = arguments["arena"].copy()
-            arena[unused] = float_to_bits(np.array([filler]), dtype)[0]
+            arena[unused] = float_to_bits(np.array([filler]), stored)[0]
             for got, want in zip(run(arguments, arena=arena), expected, strict=True):
                 assert np.array_equal(got, want)
         table = np.concatenate([arguments["table"], np.full(5, -1, np.int32)])
@@ -227,7 +238,7 @@ def test_poison_reaches_nothing(seed: int) -> None:
 
 
 @pytest.mark.parametrize("group", [1, 3, 4])
-@pytest.mark.parametrize("dtype", list(STORAGE_DTYPES))
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_poison_of_one_position_stays_with_those_who_see_it(
     seed: int, dtype: str, group: int
 ) -> None:
@@ -237,7 +248,7 @@ def test_poison_of_one_position_stays_with_those_who_see_it(
         rng, dtype=dtype, seq_lens=[90], query_lens=[90], num_heads=2 * group, window=20
     )
     expected = run(arguments)[0].view(arguments["out"].dtype)
-    poison = nan_pattern(dtype).view(arguments["arena"].dtype)
+    poison = nan_pattern(stored_as(arguments)).view(arguments["arena"].dtype)
     bad = 50
     for offset, dims in (("key_offset", "head_dim"), ("value_offset", "value_dim")):
         arena = arguments["arena"].copy()
@@ -248,7 +259,7 @@ def test_poison_of_one_position_stays_with_those_who_see_it(
         out = run(arguments, arena=arena)[0].view(arguments["out"].dtype)
         seen = np.arange(90)
         seen = (seen >= bad) & (seen < bad + 20)
-        assert np.isnan(bits_to_float(out[seen], dtype)).all()
+        assert np.isnan(bits_to_float(out[seen], arguments["dtype"])).all()
         assert np.array_equal(out[~seen], expected[~seen])
 
 
@@ -260,7 +271,7 @@ def test_nan_in_a_query_is_not_hidden(seed: int) -> None:
     assert np.isfinite(np.delete(out, 30, axis=0)).all()
 
 
-@pytest.mark.parametrize("dtype", list(STORAGE_DTYPES))
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_frames_may_lie_anywhere(seed: int, dtype: str) -> None:
     rng = np.random.default_rng(seed)
     arguments = make(rng, dtype=dtype, window=50)
@@ -290,7 +301,7 @@ def alone(arguments: dict[str, Any], row: int, first: int, count: int) -> tuple[
 
 
 @pytest.mark.parametrize("feature", ["plain", "all"])
-@pytest.mark.parametrize("dtype", list(STORAGE_DTYPES))
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_alone_equals_the_row_in_a_batch(seed: int, dtype: str, feature: str) -> None:
     rng = np.random.default_rng(seed)
     arguments = make(
@@ -310,7 +321,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(seed: int, dtype: str, feature: s
 
 
 @pytest.mark.parametrize("feature", ["plain", "all"])
-@pytest.mark.parametrize("dtype", list(STORAGE_DTYPES))
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [1, 3, 4, 5])
 def test_chunks_equal_the_whole(seed: int, feature: str, dtype: str, group: int) -> None:
     """A token's bits don't depend on how the prompt was cut into steps, down to decode."""
@@ -408,7 +419,7 @@ def test_alibi_with_head_dims_of_no_power_of_two(seed: int, head_dim: int, lengt
 
 
 def test_both_layouts_give_the_same_bits(seed: int) -> None:
-    for dtype in STORAGE_DTYPES:
+    for dtype in DTYPES:
         for block_size in (1, 16, 64):
             both = [
                 make(np.random.default_rng(seed), dtype=dtype, block_size=block_size, layout=layout)

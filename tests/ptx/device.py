@@ -65,8 +65,9 @@ class InterpretedDevice:
             whole = whole.base
         assert whole.flags.c_contiguous
         address = _FIRST + len(self.buffers) * _STRIDE + misaligned
+        known = None if initialised else np.zeros(whole.nbytes, np.bool_)
         self.buffers.append(
-            Buffer(f"buffer {len(self.buffers)}", address, whole, writable, initialised)
+            Buffer(f"buffer {len(self.buffers)}", address, whole, writable, initialised, known)
         )
         shift = values.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
         shift = shift if values.size else 0

@@ -41,13 +41,18 @@ MAX_STEPS = 2_000_000  # instructions of a wave: beyond it a loop doesn't end
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory a kernel may touch: bytes that appear at an address, and what is allowed."""
+    """Memory a kernel may touch: bytes that appear at an address, and what is allowed.
+
+    ``known`` says of each byte whether something wrote it, from launch to launch; without it
+    ``initialised`` says so of all bytes, at each launch anew.
+    """
 
     name: str
     address: int
     data: NDArray[Any]
     writable: bool = False
     initialised: bool = True
+    known: NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +119,9 @@ class Kernel:
             (b.name, b.address, b.data.reshape(-1).view(np.uint8), b.writable, b.initialised)
             for b in ordered
         ])  # fmt: skip
+        for index, buffer in enumerate(ordered):
+            if buffer.known is not None:
+                memory.set_known(index, buffer.known)
         values = self._arguments(arguments)
         total, at_once = math.prod(grid), max(1, wave_threads // size)
         steps = waves = 0
@@ -126,6 +134,8 @@ class Kernel:
         for index, buffer in enumerate(ordered):
             if buffer.writable:
                 buffer.data.reshape(-1).view(np.uint8)[:] = memory.bytes_of(index)
+            if buffer.known is not None:
+                buffer.known[:] = memory.known_of(index)
         return Counts(steps, waves)
 
     def _arguments(self, arguments: Sequence[int | float]) -> dict[str, NDArray[Any]]:

@@ -90,6 +90,16 @@ class Memory:
         place = int(self.place[index])
         return self.flat[place : place + int(self.size[index])]
 
+    def known_of(self, index: int) -> NDArray[np.bool_]:
+        """Of each byte of buffer `index`, whether something wrote it."""
+        place = int(self.place[index])
+        return self.known[place : place + int(self.size[index])]
+
+    def set_known(self, index: int, known: NDArray[np.bool_]) -> None:
+        """What earlier launches have written of buffer `index`."""
+        self.known_of(index)[:] = known
+        self.all_known = False
+
     # -- accesses ----------------------------------------------------------------------------------
 
     def locate(

@@ -186,6 +186,11 @@ def float_rows(rng: np.random.Generator, count: int) -> list[tuple[int, ...]]:
     return rows
 
 
+def flushed(value: float) -> float:
+    """Zero of the same sign for what is subnormal in float32."""
+    return math.copysign(0.0, value) if abs(value) < 2.0**-126 else value
+
+
 def same_floats(found: list[int], expected: list[float]) -> None:
     """The same bits, or both NaN."""
     for got, want in zip(found, expected, strict=True):
@@ -207,6 +212,9 @@ def same_floats(found: list[int], expected: list[float]) -> None:
         ("min.f32", 2, lambda a, b: b if math.isnan(a) else a if math.isnan(b) else min(a, b)),
         ("max.f32", 2, lambda a, b: b if math.isnan(a) else a if math.isnan(b) else max(a, b)),
         ("ex2.approx.f32", 1, lambda a: float(np.exp2(a))),
+        ("lg2.approx.f32", 1, lambda a: float(np.log2(a))),
+        ("rcp.approx.f32", 1, lambda a: float(1 / a)),
+        ("rcp.approx.ftz.f32", 1, lambda a: flushed(float(1 / np.float64(flushed(a))))),
     ],
 )
 def test_floats(seed: int, opcode: str, count: int, function: Callable[..., float]) -> None:

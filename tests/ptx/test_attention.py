@@ -1,4 +1,4 @@
-"""Attention as CUDA kernels: their real PTX, interpreted, against the float64 reference.
+"""Attention on ordinary cores: its real PTX, interpreted, against the float64 reference.
 
 Poison is everywhere a token may not read: in unused frames, behind a row's end, between the
 planes. Frames are permuted; lengths stand around the edges of blocks and tiles.
@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 
 import cuda_kernels
-from cuda_kernels.attention.cuda_call import KERNELS, kernel_for
+from cuda_kernels.attention import cuda_call
+from cuda_kernels.attention.cuda_call import (
+    KERNELS,
+    MERGE_KERNELS,
+    kernel_for,
+    workspace_elements,
+)
 from cuda_kernels.attention.spec import SPEC
 from cuda_kernels.cuda.array import DeviceArray
 from cuda_kernels.dtypes import STORAGE_DTYPES, bits_to_float
@@ -100,6 +106,20 @@ def mapped(device: InterpretedDevice, arguments: dict[str, Any]) -> dict[str, An
     }
 
 
+def workspace(device: InterpretedDevice, a: dict[str, Any]) -> dict[str, Any]:
+    """Options that let rows be cut over blocks; nothing has written the memory yet."""
+    num_tokens, num_heads, dims = a["out"].shape
+    longest = int(a["seq_lens"].max(initial=0))
+    count = workspace_elements(num_tokens, num_heads, dims, longest, a.get("window"))
+    room = device.array(np.full(count, np.nan, np.float32), writable=True, initialised=False)
+    return {"max_seq_len": longest, "workspace": room}
+
+
+def split_by(monkeypatch: pytest.MonkeyPatch, tokens: int, blocks: int = 528) -> None:
+    monkeypatch.setattr(cuda_call, "SPLIT_TOKENS", tokens)
+    monkeypatch.setattr(cuda_call, "WANTED_BLOCKS", blocks)
+
+
 def largest(a: dict[str, Any]) -> float:
     """max |V| of what rows may read, by which errors are measured."""
     values = bits_to_float(a["arena"], a["dtype"])
@@ -119,23 +139,32 @@ def check(a: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("capability", "key"), CASES, ids=label)
-def test_attention(seed: int, capability: tuple[int, int], key: tuple[int, int, int]) -> None:
+def test_attention(
+    seed: int,
+    capability: tuple[int, int],
+    key: tuple[int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one part, or in several that are merged; splits mostly shorter than what is shipped."""
     rng, device = np.random.default_rng(seed), InterpretedDevice(capability)
     for _ in range(SHAPES[capability] * MORE):
         device.clear()
+        split_by(monkeypatch, int(rng.choice([64, 512])))
         arguments = draw(rng, key)
         integers = (np.int32, np.int64)[int(rng.integers(2))]
         for name in ("table_start", "seq_lens", "query_start"):
             arguments[name] = arguments[name].astype(integers)
-        cuda_kernels.paged_attention(**mapped(device, arguments))
+        given = mapped(device, arguments)
+        options = workspace(device, arguments) if rng.random() < 0.4 else {}
+        cuda_kernels.paged_attention(**given, cores="ordinary", **options)
         check(arguments)
-        for launch, _ in device.launched:
-            assert launch.source is KERNELS[key]
+        for (launch, _), source in zip(device.launched, (KERNELS[key], MERGE_KERNELS[key[0]])):
+            assert launch.source is source
 
 
 @pytest.mark.parametrize("dtype", list(STORAGE_DTYPES))
-def test_a_row_alone_and_in_a_batch(seed: int, dtype: str) -> None:
-    """Bit for bit: a token's result hangs on its own row only, not on frames or block size."""
+def test_a_row_alone_and_in_a_batch(seed: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit: a token's result hangs on its own row, not on frames, block size or parts."""
     rng, device = np.random.default_rng(seed), InterpretedDevice((9, 0))
     shape = {"dtype": dtype, "num_heads": 4, "num_kv_heads": 1, "head_dim": 32, "value_dim": 32}
     batch = SPEC.make_inputs(
@@ -149,9 +178,13 @@ def test_a_row_alone_and_in_a_batch(seed: int, dtype: str) -> None:
         own[:200] = rows
         alone["arena"][alone["table"], alone[offset] : alone[offset] + 64 * 32] = own.reshape(4, -1)
     alone["query"] = batch["query"][1:4]
-    for arguments in (batch, alone):
+    split_by(monkeypatch, 64)
+    for arguments, cut in ((batch, False), (alone, True)):
         device.clear()
-        cuda_kernels.paged_attention(**mapped(device, arguments))
+        given = mapped(device, arguments)
+        options = workspace(device, arguments) if cut else {}
+        cuda_kernels.paged_attention(**given, cores="ordinary", **options)
+    assert [launch.grid[2] for launch, _ in device.launched] == [4, 1]
     assert np.array_equal(batch["out"][1:4], alone["out"])
     assert np.array_equal(batch["lse"][1:4], alone["lse"])
 
@@ -168,7 +201,7 @@ def test_frames_far_apart(seed: int) -> None:
     for i, frame in enumerate(arena):
         device.buffers.append(Buffer(f"frame {i}", base + i * stride, frame))
     given["arena"] = DeviceArray(base, arena.shape, arena.dtype, device, (stride, 2))
-    cuda_kernels.paged_attention(**given, check=False)
+    cuda_kernels.paged_attention(**given, check=False, cores="ordinary")
     check(arguments)
 
 
@@ -182,7 +215,7 @@ def test_a_frame_id_past_the_arena_is_found(seed: int) -> None:
     if rows.size == 0:
         pytest.skip("no row reads anything")
     with pytest.raises(OutOfBounds):
-        cuda_kernels.paged_attention(**mapped(device, arguments))
+        cuda_kernels.paged_attention(**mapped(device, arguments), cores="ordinary")
 
 
 def test_which_kernel_is_chosen() -> None:

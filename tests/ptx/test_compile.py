@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import os
@@ -26,7 +27,12 @@ KERNELS = [
     *block_copy.KERNELS.values(),
     *frames.KERNELS.values(),
 ]
-CASES = [((9, 0), source) for source in (*KERNELS, *attention.KERNELS.values())]
+ATTENTION = [
+    *attention.KERNELS.values(),
+    *attention.TENSOR_KERNELS.values(),
+    *attention.MERGE_KERNELS.values(),
+]
+CASES = [((9, 0), source) for source in (*KERNELS, *ATTENTION)]
 CASES += [((8, 0), source) for source in KERNELS]
 SMALL = frames.KERNELS[0, 4]
 
@@ -145,6 +151,20 @@ def test_the_key_hangs_on_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         assert cache_key(SMALL, (9, 0)) != before, name
         monkeypatch.undo()
     assert cache_key(SMALL, (9, 0)) == before
+
+
+def test_the_key_hangs_on_all_kernels_of_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel takes functions from its neighbours; the launching side is no part of it."""
+    source, read = next(iter(attention.KERNELS.values())), Path.read_bytes
+    before = cache_key(source, (9, 0))
+    for name in ("cuda_parts.py", "cuda_merge.py", "cuda_call.py"):
+        monkeypatch.setattr(
+            Path, "read_bytes", lambda path, n=name: read(path) + b"#" * (path.name == n)
+        )
+        assert (cache_key(source, (9, 0)) == before) == (name == "cuda_call.py"), name
+        monkeypatch.undo()
+    bound = dataclasses.replace(source, blocks=3)
+    assert cache_key(bound, (9, 0)) != before
 
 
 def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from tests.ptx.errors import (
     Stuck,
     Uninitialised,
 )
-from tests.ptx.handmade import each, run, words
+from tests.ptx.handmade import IN, OUT, each, module, run, words
+from tests.ptx.machine import Buffer, Kernel
 
 SHARED = ".visible .shared .align 16 .b8 tile[512];\n.shared .align 4 .b8 other[4];"
 SLOT = "mov.u32 %r3, tile; shl.b32 %r4, %r1, 2; add.s32 %r5, %r3, %r4;"
@@ -124,6 +125,25 @@ def test_each_block_has_its_own_shared_memory() -> None:
 def test_output_that_nothing_wrote_is_not_read() -> None:
     with pytest.raises(Uninitialised):
         run("ld.global.u32 %r2, [%rd4];", words([0] * 32), words([0] * 32), initialised=False)
+
+
+def test_what_a_launch_wrote_the_next_may_read() -> None:
+    """And nothing else: of a buffer that both are given, the first writes the first half."""
+    known = np.zeros(64 * 16, np.bool_)
+    source = Buffer("source", IN, words([0] * 64))
+    target = Buffer("target", OUT, words([0] * 64), True, False, known)
+
+    def launch(body: str, threads: int) -> None:
+        Kernel(module(body)).run((1, 1, 1), (threads, 1, 1), (IN, OUT), (source, target))
+
+    read = "ld.global.u32 %r2, [%rd4];"
+    with pytest.raises(Uninitialised):
+        launch(read, 32)
+    launch("st.global.u32 [%rd4], %r1;", 32)
+    assert known.reshape(64, 16)[:32, :4].all() and known.sum() == 32 * 4
+    launch(read, 32)
+    with pytest.raises(Uninitialised):
+        launch(read, 64)
 
 
 def test_registers_that_nothing_wrote_are_not_read() -> None:

@@ -20,6 +20,9 @@ class FakeConfig:
     head_dim: int = 8
     v_head_dim: int | None = None
     dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    k_scale: tuple[tuple[float, ...], ...] | None = None
+    v_scale: tuple[tuple[float, ...], ...] | None = None
     block_size: int = 4
     device_blocks: int = 6
     host_blocks: int = 8

@@ -28,7 +28,7 @@ import cuda_kernels
 from benchmarks import vllm_cpu
 from benchmarks.figure import Figure, figure
 from benchmarks.read_limit import read_all, read_scattered
-from cuda_kernels.dtypes import float_to_bits, storage_dtype
+from cuda_kernels.dtypes import any_storage_dtype, float_to_bits
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEADS, KV_HEADS, DIMS = 32, 8, 128
@@ -49,16 +49,21 @@ class Shape:
     dtype: str
     threads: int
     layout: str = "HND"
+    kv_dtype: str | None = None  # None: that of the queries
+
+    @property
+    def stored(self) -> str:
+        return self.kv_dtype or self.dtype
 
     @property
     def layer_bytes(self) -> int:
-        item = storage_dtype(self.dtype).array_dtype.itemsize
+        item = any_storage_dtype(self.stored).array_dtype.itemsize
         return 2 * self.rows * self.context * KV_HEADS * DIMS * item
 
     def name(self, what: str) -> str:
         return (
             f"{what}, {self.rows} x {self.context}, {HEADS}/{KV_HEADS} heads x {DIMS}, "
-            f"{self.dtype}, block {self.block} {self.layout}, {self.threads} threads"
+            f"{self.stored}, block {self.block} {self.layout}, {self.threads} threads"
         )
 
 
@@ -81,9 +86,9 @@ class Batch:
         used = int(min(layers, math.ceil(READ_BYTES / shape.layer_bytes)))
         self.layers = [k * layers // used for k in range(used)]
         self.plane = KV_HEADS * shape.block * DIMS
-        dtype = storage_dtype(shape.dtype).array_dtype
+        dtype = any_storage_dtype(shape.stored).array_dtype
         self.arena = np.empty((frames, 2 * layers * self.plane), dtype)
-        numbers = float_to_bits(rng.standard_normal(2**20 + 7), shape.dtype)
+        numbers = float_to_bits(rng.standard_normal(2**20 + 7), shape.stored)
         flat = self.arena.reshape(-1)
         for start in range(0, flat.size, numbers.size):
             flat[start : start + numbers.size] = numbers[: flat.size - start]
@@ -93,6 +98,7 @@ class Batch:
         self.out = np.zeros_like(self.query)
         self.row_arguments = {
             "dtype": shape.dtype,
+            "kv_dtype": shape.kv_dtype,
             "block_size": shape.block,
             "num_kv_heads": KV_HEADS,
             "head_dim": DIMS,

@@ -108,13 +108,13 @@ _LIBRARIES = {
 
 
 def check_cuda_compiler(version_of: VersionOf = version) -> list[Finding]:
-    """numba-cuda, NVVM and NVRTC. This version compiles no CUDA code, so nothing is missing yet."""
+    """numba-cuda, NVVM and NVRTC: for `cuda_kernels` on a device only, which no Config asks for."""
     found = []
     try:
         found.append(Finding("numba-cuda", "ok", version_of("numba-cuda")))
     except PackageNotFoundError:
         found.append(
-            Finding("numba-cuda", "info", "not installed: this version of kvmem needs none")
+            Finding("numba-cuda", "info", "not installed; only CUDA kernels need it (kvmem[cuda])")
         )
     names = sorted({str(d.metadata["Name"] or "").lower() for d in distributions()})
     for label, (library, beginnings, bringer) in _LIBRARIES.items():
@@ -124,7 +124,7 @@ def check_cuda_compiler(version_of: VersionOf = version) -> list[Finding]:
         elif path := ctypes.util.find_library(library):
             found.append(Finding(label, "ok", f"of the system: {path}"))
         else:
-            words = f"not found; {bringer} brings it (no CUDA code in this version)"
+            words = f"not found; {bringer} brings it (only CUDA kernels need it)"
             found.append(Finding(label, "info", words))
     return found
 

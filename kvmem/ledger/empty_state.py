@@ -51,6 +51,7 @@ def make_state(
     ledger = records(1, LEDGER)
     ledger["num_groups"] = 1
     ledger["block_size"] = block_size
+    ledger["id_bits"] = num_blocks.bit_length()
     ledger["tier_policy"] = TIER_POLICIES[tier_policy]
     ledger["clean_low"], ledger["clean_high"] = watermarks
     ledger["record_fills"] = record_fills
@@ -87,7 +88,7 @@ def make_state(
         nodes=nodes,
         node_blocks=np.zeros((num_blocks, 1), np.int32),
         node_keys=np.zeros((num_blocks, block_size), np.int32),
-        index=np.zeros(max(16, num_blocks * 3 // 2), np.int32),
+        index=np.zeros(max(16, num_blocks * 3 // 2), np.uint32),
         hash_keys=make_hash_keys(hash_seed, block_size),
         lookahead=np.zeros(LOOKAHEAD, np.int64),
         namespaces=records(8, NAMESPACE),

@@ -95,6 +95,7 @@ LEDGER = np.dtype(
         ("num_blocks_used", "i4"),
         ("node_free", "i4"),  # head of the free nodes, linked through NODE.parent
         ("num_nodes", "i4"),
+        ("id_bits", "i4"),  # that hold any node id, in the entries of `index`
         ("sequence_free", "i4"),  # head of the free sequence records, linked by next_free
         ("num_sequences", "i4"),
         ("tokens_top", "i8"),  # spans of `tokens` begin below here
@@ -250,7 +251,8 @@ class State(NamedTuple):
     nodes: NDArray[Any]  # NODE [1 + frames of all tiers]
     node_blocks: NDArray[np.int32]  # [nodes, num_groups]: block id of the node, 0 none
     node_keys: NDArray[np.int32]  # [nodes, block_size]: its token row (R4)
-    index: NDArray[np.int32]  # open addressing: node ids by hash
+    index: NDArray[np.uint32]  # open addressing by hash: node id, and above it (LEDGER.id_bits)
+    # as many low bits of the hash as there is room for
     hash_keys: NDArray[np.int64]  # [block_size + 2] secret random numbers (trie.py)
     lookahead: NDArray[np.int64]  # [LOOKAHEAD]: hashes of the blocks being looked up
     namespaces: NDArray[Any]  # NAMESPACE, id 0 unused
@@ -277,7 +279,7 @@ LAYOUT: Layout = {
     "nodes": (NODE, 1),
     "node_blocks": (_INT32, 2),
     "node_keys": (_INT32, 2),
-    "index": (_INT32, 1),
+    "index": (np.dtype(np.uint32), 1),
     "hash_keys": (_INT64, 1),
     "lookahead": (_INT64, 1),
     "namespaces": (NAMESPACE, 1),

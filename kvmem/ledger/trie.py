@@ -52,6 +52,18 @@ def home(state: State, row_hash: int) -> int:
 
 
 @compiled
+def node_in(state: State, held: int) -> int:
+    """The node of an index entry, 0 none. O(1)."""
+    return int(held) & ((1 << int(state.ledger[0].id_bits)) - 1)
+
+
+@compiled
+def entry_of(state: State, n: int, row_hash: int) -> int:
+    """The index entry of a node: what a search reads of it when the hash is another one. O(1)."""
+    return (int(n) | int(row_hash) << int(state.ledger[0].id_bits)) & MASK
+
+
+@compiled
 def after(state: State, i: int) -> int:
     """The index entry behind `i`, cyclically. O(1)."""
     i += 1
@@ -74,12 +86,14 @@ def find_child(state: State, parent: int, row_hash: int, start: int) -> int:
     """The node behind `parent` with the token row at `start`, else 0. O(block_size)."""
     i = home(state, row_hash)
     while True:
-        n = int(state.index[i])
-        if n == 0:
+        held = int(state.index[i])
+        if held == 0:
             return 0
-        node = state.nodes[n]
-        if node.hash == row_hash and node.parent == parent and has_row(state, n, start):
-            return n
+        n = node_in(state, held)
+        if held == entry_of(state, n, row_hash):
+            node = state.nodes[n]
+            if node.hash == row_hash and node.parent == parent and has_row(state, n, start):
+                return n
         i = after(state, i)
 
 
@@ -103,7 +117,7 @@ def find_path(
             state.lookahead[k] = chained
             prefetch(state.index, home(state, chained))
         for k in range(batch):
-            n = int(state.index[home(state, int(state.lookahead[k]))])
+            n = node_in(state, int(state.index[home(state, int(state.lookahead[k]))]))
             prefetch(state.nodes, n)
             prefetch(state.node_keys, n)
             prefetch(state.node_blocks, n)
@@ -145,7 +159,7 @@ def insert_node(state: State, parent: int, row_hash: int, start: int, b: int) ->
     i = home(state, row_hash)
     while state.index[i] != 0:
         i = after(state, i)
-    state.index[i] = n
+    state.index[i] = entry_of(state, n, row_hash)
     return n
 
 
@@ -158,7 +172,7 @@ def close_gap(state: State, gap: int) -> None:
         other = int(state.index[i])
         if other == 0:
             return
-        at = home(state, np.int64(state.nodes[other].hash))
+        at = home(state, np.int64(state.nodes[node_in(state, other)].hash))
         # an entry whose home lies cyclically in (gap, i] must stay where it is
         stays = (gap < at and at <= i) if gap <= i else (at > gap or at <= i)
         if not stays:
@@ -172,7 +186,7 @@ def remove_node(state: State, n: int) -> None:
     """Forget a node; its block is no longer found. O(probes)."""
     ledger = state.ledger[0]
     i = home(state, np.int64(state.nodes[n].hash))
-    while state.index[i] != n:
+    while node_in(state, int(state.index[i])) != n:
         i = after(state, i)
     state.index[i] = 0
     close_gap(state, i)

@@ -235,7 +235,10 @@ def check_cleaning(state: State) -> None:
 
 def check_trie(state: State) -> None:
     """Nodes: found where their hash says, parents and blocks agree, full blocks only (R4)."""
-    nodes, index = state.nodes, state.index
+    nodes, bits = state.nodes, int(state.ledger["id_bits"][0])
+    index = state.index & np.uint32((1 << bits) - 1)
+    tags = (nodes["hash"][index].astype(np.int64) << bits & 0xFFFFFFFF) | index
+    require(bool((tags == state.index)[index > 0].all()), "R4", "an index entry has another's hash")
     live = [int(n) for n in np.flatnonzero(state.node_blocks[:, GROUP])]
     require(len(live) == state.ledger["num_nodes"][0], "R4", "num_nodes is off")
     indexed = sorted(int(n) for n in index[index > 0])
@@ -265,7 +268,8 @@ def check_reachable(state: State, n: int) -> None:
     """No hole in the index between a node's home and its entry (R4)."""
     size = len(state.index)
     i = (int(state.nodes["hash"][n]) * size) >> 32
-    while state.index[i] != n:
+    ids = (1 << int(state.ledger["id_bits"][0])) - 1
+    while int(state.index[i]) & ids != n:
         require(state.index[i] != 0, "R4", f"node {n} can't be found")
         i = (i + 1) % size
 

@@ -29,7 +29,7 @@ def serve_another_prefix(original: Function, hit: Callable[[], None]) -> Functio
     def find_child(state: Any, parent: int, row_hash: int, start: int) -> int:
         i = trie.home(state, row_hash)
         while state.index[i]:
-            n = int(state.index[i])
+            n = trie.node_in(state, int(state.index[i]))
             if state.nodes[n].hash == row_hash and trie.has_row(state, n, start):
                 if state.nodes[n].parent != parent:
                     hit()

@@ -252,6 +252,11 @@ def _(p: Sound) -> None:
     p.state.index[np.flatnonzero(p.state.index)[0]] = 0
 
 
+@breach("R4: an index entry has another's hash")
+def _(p: Sound) -> None:
+    p.state.index[np.flatnonzero(p.state.index)[0]] ^= np.uint32(1 << 31)
+
+
 @breach("R4: node .* and block .* disagree")
 def _(p: Sound) -> None:
     one, other = p.table(p.resident)[:2]
@@ -278,10 +283,13 @@ def _(p: Sound) -> None:
 def _(p: Sound) -> None:
     n = p.node(p.table(p.resident)[0])
     size = len(p.state.index)
-    at = int(np.flatnonzero(p.state.index == n)[0])
+    bits = p.of("id_bits")
+    at = int(np.flatnonzero(p.state.index & ((1 << bits) - 1) == n)[0])
     hole = int(np.flatnonzero(p.state.index == 0)[0])
     assert hole != at
-    p.state.nodes["hash"][n] = -(-(hole << 32) // size)  # its home is the hole
+    row_hash = -(-(hole << 32) // size)  # its home is the hole
+    p.state.nodes["hash"][n] = row_hash
+    p.state.index[at] = (row_hash << bits & 0xFFFFFFFF) | n
     assert (int(p.state.nodes["hash"][n]) * size) >> 32 == hole
 
 

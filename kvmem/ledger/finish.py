@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from .decide import PLANNED
-from .jit import compiled
+from .jit import compiled, prefetch
 from .publish import publish
 from .residency import leave_residency, settle
-from .sequence import cut_lost, end_sequence, entry, release_tail
+from .sequence import cut_lost, end_sequence, entry, path_end, release_tail
 from .state import FREED, GROUP, LOST, WAITING, Rows, State
+from .trie import hash_row, home, parent_hash
+
+AT_ONCE = 16  # rows whose cache misses overlap
 
 
 @compiled
@@ -59,6 +62,43 @@ def commit_row(state: State, row_at: Rows, epoch: int) -> None:
     release_copy_source(state, row_at, epoch)
     publish(state, s)
     leave_step(state, row_at)
+
+
+@compiled
+def fills_block(state: State, row_at: Rows) -> bool:
+    """True when a row that decode.py planned completes a block, so that it is published. O(1)."""
+    row, sequence = row_at[0], state.sequences[row_at[0].sequence]
+    block_size = state.node_keys.shape[1]
+    return bool(row.tail and (sequence.num_published + 1) * block_size == sequence.num_stored + 1)
+
+
+@compiled
+def ask_for_nodes(state: State, rows: Rows) -> None:
+    """Prefetch what publishing the blocks of these few rows will read, so that the cache misses of
+    one row overlap with those of others (as in trie.find_path). O(rows)."""
+    block_size = state.node_keys.shape[1]
+    count = 0
+    for i in range(rows.shape[0]):
+        if fills_block(state, rows[i : i + 1]):
+            count += 1
+            sequence = state.sequences[rows[i].sequence]
+            if sequence.num_published:
+                b = entry(state, int(rows[i].sequence), int(sequence.num_published) - 1)
+                prefetch(state.nodes, state.blocks[b].node)
+            prefetch(state.frames, state.blocks[rows[i].tail].device_frame)
+    if count < 2:
+        return  # nothing to overlap with: the usual case
+    n = int(state.ledger[0].node_free)
+    for i in range(rows.shape[0]):
+        if fills_block(state, rows[i : i + 1]):
+            s = int(rows[i].sequence)
+            sequence = state.sequences[s]
+            start = int(sequence.keys_start + sequence.num_published * block_size)
+            chained = parent_hash(state, path_end(state, s))
+            prefetch(state.index, home(state, hash_row(state, chained, start)))
+            prefetch(state.node_keys, n)
+            prefetch(state.node_blocks, n)
+            n = int(state.nodes[n].parent)
 
 
 @compiled
@@ -119,6 +159,8 @@ def finish(state: State, rows: Rows, epoch: int, commit: bool) -> None:
     """End a step. Rows are put back in reverse, so that the LRU keeps its order. O(tokens)."""
     if commit:
         for i in range(rows.shape[0]):
+            if i % AT_ONCE == 0:
+                ask_for_nodes(state, rows[i : i + AT_ONCE])
             if rows[i].reason != PLANNED:
                 continue
             if rows[i].tail:

@@ -265,7 +265,8 @@ class Manager:
         TierError with nothing changed; "recompute" keeps only the tokens; "auto" swaps where there
         is room and gives up the rest. Pinned blocks stay. A WAITING sequence: no-op; a SWAPPED one
         too, except that "recompute" gives up its host blocks.
-        Raises UnknownSequence, RuntimeError in an open step. O(blocks), never waits.
+        Raises UnknownSequence, RuntimeError in an open step. O(blocks). It waits for no copy, but
+        outside of steps for older ones where 1,024 are on the way already.
         """
         self._runtime.limit_queues()
         with self._runtime.entered():
@@ -273,7 +274,7 @@ class Manager:
 
     def swap_in(self, seqs: list[Sequence], *, by_layer: int | None = None) -> Transfer:
         """Bring SWAPPED sequences back; others: no-op. Raises OutOfBlocks with nothing changed when
-        not all fit. O(blocks), never waits.
+        not all fit. O(blocks), and waits as little as `swap_out`.
 
         `by_layer=n`: every n layers arrive by themselves, first layers first, so that a step may
         begin with the first while later ones are under way (`write`, `attend` and `group` of a

@@ -12,6 +12,7 @@ import random
 import zlib
 from pathlib import Path
 
+import numba
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +37,8 @@ os.environ.setdefault(
         / (_sources_hash() + ("-bounds" if os.environ.get("NUMBA_BOUNDSCHECK") == "1" else ""))
     ),
 )
+# pytest has imported numba by now, for a category of warnings in pyproject.toml.
+numba.config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"]
 # In the environment, so that the processes which tests start draw from the same seed.
 SEED = int(os.environ.setdefault("KVMEM_SEED", str(random.SystemRandom().randrange(2**31))))
 

@@ -122,3 +122,10 @@ def size(text: str) -> int:
     if not value or value > MAX_WHOLE:
         raise argparse.ArgumentTypeError(f"{shown(text)!r} is no size; give {SIZE_FORMS}")
     return value
+
+
+def add_kv_dtype(group: argparse._ActionsContainer) -> None:
+    """The flag of what K and V are stored as, the same in each command that takes a dtype."""
+    group.add_argument(
+        "--kv-dtype", metavar="NAME", help="what K and V are stored as: fp8_e4m3; default: --dtype"
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import kvmem
 from kvmem.capacity import Capacity, capacity, frame_of
 from kvmem.cli.output import Table, note, print_json, print_tables, size_text
-from kvmem.cli.parser import BadInputFile, counted, memory, size, whole
+from kvmem.cli.parser import BadInputFile, add_kv_dtype, counted, memory, size, whole
 from kvmem.model_shapes import ModelShape, read_hf_config, uniform_model
 
 #: Flag of each setting, for errors: the Config speaks of ``num_kv_heads``, the user of --kv-heads.
@@ -55,9 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="float32, float16, bfloat16; default: that of the file, else float32",
     )
-    model.add_argument(
-        "--kv-dtype", metavar="NAME", help="what K and V are stored as: fp8_e4m3; default: --dtype"
-    )
+    add_kv_dtype(model)
     tiers = parser.add_argument_group("tiers (each in blocks, or as memory)")
     tiers.add_argument(
         "--block-size", type=whole, default=64, metavar="N", help="tokens a block, default 64"

@@ -8,7 +8,7 @@ import re
 import sys
 
 from kvmem.cli.output import ProgressLine, Table, note, print_json, print_tables
-from kvmem.cli.parser import counted, number, one_line, seconds, whole
+from kvmem.cli.parser import add_kv_dtype, counted, number, one_line, seconds, whole
 from kvmem.stress import StressOptions, StressProgress, StressReport, run_stress
 from kvmem.stress.options import FLAGS
 
@@ -62,9 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--dtype", default="float32", metavar="NAME", help="float32 (default), float16, bfloat16"
     )
-    model.add_argument(
-        "--kv-dtype", metavar="NAME", help="what K and V are stored as: fp8_e4m3; default: --dtype"
-    )
+    add_kv_dtype(model)
 
 
 def run(arguments: argparse.Namespace) -> int:

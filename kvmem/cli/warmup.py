@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import kvmem
 from kvmem.cli.output import Table, note, print_json, print_tables
-from kvmem.cli.parser import whole
+from kvmem.cli.parser import add_kv_dtype, whole
 
 EXAMPLE = (
     "  kvmem warmup --dtype bfloat16\n"
@@ -23,9 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="float32 (default), float16, bfloat16: each has functions of its own",
     )
-    parser.add_argument(
-        "--kv-dtype", metavar="NAME", help="what K and V are stored as: fp8_e4m3; default: --dtype"
-    )
+    add_kv_dtype(parser)
     parser.add_argument("--kv-heads", type=whole, default=2, metavar="N", help="default 2")
     parser.add_argument("--head-dim", type=whole, default=64, metavar="N", help="default 64")
     parser.add_argument("--v-head-dim", type=whole, metavar="N", help="default: --head-dim")

@@ -72,24 +72,26 @@ def plan_copy_in(state: State, b: int) -> None:
 
 
 @compiled
-def host_frame_beside(state: State, f: int) -> int:
-    """The host frame that would continue the run of copies out with device frame `f`: next to that
-    of the last copy listed, on the side on which `f` lies. 0: `f` continues none. O(1)."""
-    i = state.ledger[0].num_out - 1
-    if i < 0:
+def frame_beside(rows: NDArray[np.int32], begin: int, end: int, f: int) -> int:
+    """The target frame that would continue the run of the copies listed with source frame `f`: next
+    to that of the last one, on the side on which `f` lies. 0: `f` continues none. O(1)."""
+    if end <= begin:
         return 0
-    step = f - int(state.out_list[i, 0])
-    return int(state.out_list[i, 1]) + step if abs(step) == 1 else 0
+    step = f - int(rows[end - 1, 0])
+    return int(rows[end - 1, 1]) + step if abs(step) == 1 else 0
+
+
+@compiled
+def host_frame_beside(state: State, f: int) -> int:
+    """The host frame that would continue the run of copies out with device frame `f`. O(1)."""
+    return frame_beside(state.out_list, 0, int(state.ledger[0].num_out), f)
 
 
 @compiled
 def device_frame_beside(state: State, h: int) -> int:
     """The device frame that would continue the run of copies in with host frame `h`. O(1)."""
-    i = state.ledger[0].num_in - 1
-    if i < state.ledger[0].in_begin:
-        return 0
-    step = h - int(state.in_list[i, 0])
-    return int(state.in_list[i, 1]) + step if abs(step) == 1 else 0
+    ledger = state.ledger[0]
+    return frame_beside(state.in_list, int(ledger.in_begin), int(ledger.num_in), h)
 
 
 @compiled

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,6 +34,24 @@ def make_hash_keys(seed: int, block_size: int) -> NDArray[np.int64]:
     return np.random.default_rng(seed).integers(low, high, block_size + 2, np.int64, endpoint=True)
 
 
+def make_pools(counts: tuple[int, int], *, quarantine: bool) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The pools of both tiers and their frames, all free. O(frames)."""
+    pools = records(NUM_TIERS, POOL)
+    frames = records(sum(count + 1 for count in counts), FRAME)
+    first = 0
+    for tier, count in enumerate(counts):
+        pool = pools[tier : tier + 1]
+        pool["first"] = first
+        pool["num_frames"] = pool["num_free"] = count
+        pool["free_head"], pool["free_tail"] = (1, count) if count else (0, 0)
+        pool["quarantine"] = quarantine
+        # ascending, so that blocks taken together lie together and their copies coalesce
+        frames["next"][first + 1 : first + count] = np.arange(2, count + 1)
+        frames["previous"][first + 2 : first + count + 1] = np.arange(1, count)
+        first += count + 1
+    return pools, frames
+
+
 def make_state(
     *,
     device_blocks: int,
@@ -56,19 +76,7 @@ def make_state(
     ledger["clean_low"], ledger["clean_high"] = watermarks
     ledger["record_fills"] = record_fills
     ledger["clears"] = clears and not record_fills
-    pools = records(NUM_TIERS, POOL)
-    frames = records(sum(count + 1 for count in counts), FRAME)
-    first = 0
-    for tier, count in enumerate(counts):
-        pool = pools[tier : tier + 1]
-        pool["first"] = first
-        pool["num_frames"] = pool["num_free"] = count
-        pool["free_head"], pool["free_tail"] = (1, count) if count else (0, 0)
-        pool["quarantine"] = quarantine
-        # ascending, so that blocks taken together lie together and their copies coalesce
-        frames["next"][first + 1 : first + count] = np.arange(2, count + 1)
-        frames["previous"][first + 2 : first + count + 1] = np.arange(1, count)
-        first += count + 1
+    pools, frames = make_pools(counts, quarantine=quarantine)
     blocks = records(num_blocks, BLOCK)
     blocks["node"][1:-1] = np.arange(2, num_blocks)
     nodes = records(num_blocks, NODE)

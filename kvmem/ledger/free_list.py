@@ -9,6 +9,7 @@ free, and so what there is room for, is the same either way (R7).
 
 from __future__ import annotations
 
+from .frames import unlink
 from .jit import compiled
 from .state import State
 
@@ -18,7 +19,7 @@ def take_free(state: State, tier: int) -> int:
     """Take a frame off the free list, 0 when there is none. O(1)."""
     f = int(state.pools[tier].free_head)
     if f:
-        unlink(state, tier, f)
+        take(state, tier, f)
     return f
 
 
@@ -29,27 +30,20 @@ def take_free_beside(state: State, tier: int, wanted: int) -> int:
     if wanted > 0 and wanted <= pool.num_frames and not pool.quarantine:
         frame = state.frames[pool.first + wanted]
         if frame.block == 0 and (frame.previous != 0 or pool.free_head == wanted):
-            unlink(state, tier, wanted)
+            take(state, tier, wanted)
             return wanted
     return take_free(state, tier)
 
 
 @compiled
-def unlink(state: State, tier: int, f: int) -> None:
+def take(state: State, tier: int, f: int) -> None:
     """Take a frame off the free list, wherever it stands. O(1)."""
     pool = state.pools[tier]
-    frame = state.frames[pool.first + f]
-    before, behind = frame.previous, frame.next
-    if before:
-        state.frames[pool.first + before].next = behind
-    else:
+    before, behind = unlink(state, tier, f)
+    if not before:
         pool.free_head = behind
-    if behind:
-        state.frames[pool.first + behind].previous = before
-    else:
+    if not behind:
         pool.free_tail = before
-    frame.previous = 0
-    frame.next = 0
     pool.num_free -= 1
     if pool.num_frames - pool.num_free > pool.peak:
         pool.peak = pool.num_frames - pool.num_free

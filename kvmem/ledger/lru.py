@@ -7,6 +7,7 @@ parent and the oldest frame never holds a parent whose child is cached (R4).
 
 from __future__ import annotations
 
+from .frames import unlink
 from .jit import compiled
 from .state import DEVICE, State
 
@@ -30,18 +31,11 @@ def append_newest(state: State, tier: int, f: int) -> None:
 def remove(state: State, tier: int, f: int) -> None:
     """Take a frame out of the list, wherever it stands. O(1)."""
     pool = state.pools[tier]
-    frame = state.frames[pool.first + f]
-    older, newer = frame.previous, frame.next
-    if older:
-        state.frames[pool.first + older].next = newer
-    else:
+    older, newer = unlink(state, tier, f)
+    if not older:
         pool.oldest = newer
-    if newer:
-        state.frames[pool.first + newer].previous = older
-    else:
+    if not newer:
         pool.newest = older
-    frame.previous = 0
-    frame.next = 0
     pool.num_evictable -= 1
 
 

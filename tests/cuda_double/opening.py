@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvmem.store.cpu import CopyHook
 from kvmem.store.cuda import api
 from kvmem.store.cuda.api import Cuda
 from kvmem.store.cuda.device import CudaDevice
@@ -62,21 +63,31 @@ class Double:
 
 
 class HeldDevice(CudaDevice):
-    """A CudaDevice whose copy streams a test can stop."""
+    """A CudaDevice for tests, as the CPU's: ``hold`` and ``release`` stop and start a copy stream;
+    ``hook`` is called before each copy and may raise."""
 
-    @property
-    def _queues(self) -> Streams:
-        runtime: Any = self.cuda.runtime
-        streams: Streams = runtime._streams
-        return streams
+    def __init__(self, cuda: Cuda, *, sync: bool = False) -> None:
+        super().__init__(cuda, sync=sync)
+        runtime: Any = cuda.runtime
+        self.streams: Streams = runtime._streams
+        self.hook: CopyHook | None = None
+        self._copy = self.copies.copy
+        self.copies.copy = self._copy_hooked  # type: ignore[method-assign]
+
+    def _copy_hooked(
+        self, stream: Stream, queue: Any, target: Any, to: Any, source: Any, origin: Any
+    ) -> None:
+        if self.hook is not None:
+            self.hook(stream, to, origin)
+        self._copy(stream, queue, target, to, source, origin)
 
     def hold(self, stream: Stream) -> None:
         """Keep a stream from starting its next entry."""
-        self._queues.held.add(self.stream(stream).cuda_stream)
+        self.streams.hold(self.stream(stream).cuda_stream)
 
     def release(self, stream: Stream) -> None:
         """Let it go on."""
-        self._queues.held.discard(self.stream(stream).cuda_stream)
+        self.streams.let_go(self.stream(stream).cuda_stream)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, seed: int, mode: str) -> list[Double]:

@@ -67,15 +67,15 @@ class CudaArena(ArenaBase):
             self._cuda.call("cudaMemsetAsync", self.address + offset, value, num_bytes, handle)
 
     def read(self, frames: FrameIds) -> NDArray[np.uint8]:
-        """The bytes of some frames, ``[len(frames), frame_bytes]``. Waits for all work of the GPU:
-        for checks, not for use."""
+        """The bytes of some frames that nothing is writing any more, ``[len(frames),
+        frame_bytes]``. For checks: a copy, and a wait, for each frame."""
         found = np.empty((len(frames), self.frame_bytes), np.uint8)
         with self._cuda.here():
-            self._cuda.call("cudaDeviceSynchronize")
             for row, frame in zip(found, frames.tolist(), strict=True):
                 source = self.address + frame * self.frame_bytes
                 target = row.ctypes.data
-                self._cuda.call("cudaMemcpy", target, source, self.frame_bytes, DEVICE_TO_HOST)
+                kind = self._cuda.runtime.cudaMemcpyKind(DEVICE_TO_HOST)
+                self._cuda.call("cudaMemcpy", target, source, self.frame_bytes, kind)
         return found
 
     @property

@@ -3,8 +3,9 @@
     COMPUTE   torch's current stream of the calling thread, behind what COMPUTE was given before
     OUT, IN   a stream of its own each, preferred over compute where both could run
 
-Nothing here waits on the host but `synchronize`, `read_back` and `close`. A `launch` calls its
-function at once: the function queues its work on the stream.
+Nothing here waits on the host but `synchronize` and `close`. A `launch` calls its function at once:
+the function queues its work on the stream. Who reads a frame on the host has waited for what wrote
+it; who reads one by torch is ordered by the stream.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from kvmem.store.device import (
     FrameIds,
     Memory,
     Moved,
-    Named,
     Stream,
     Ticket,
     is_survivable,
@@ -45,7 +45,7 @@ CLOSE_SECONDS = 5.0
 
 
 class CudaDevice(Device):
-    """One GPU. ``sync=True``: each copy has ended when its call returns. Thread-safe."""
+    """One GPU. ``sync=True``: a transfer has ended when its fence is recorded. Thread-safe."""
 
     name = "cuda"
 
@@ -112,8 +112,11 @@ class CudaDevice(Device):
             return
         self._check(own.label)
         with self._guarded(own.label):
+            queue = self.stream(stream)
             own.event = self.events.take()
-            own.event.record(self.stream(stream))
+            own.event.record(queue)
+            if self._sync and stream is not Stream.COMPUTE:
+                queue.synchronize()
         with self._lock:
             moved, self._unfenced[stream] = self._unfenced[stream], NOTHING_MOVED
             if moved is not NOTHING_MOVED:
@@ -177,8 +180,6 @@ class CudaDevice(Device):
         try:
             with self.cuda.here():
                 self.copies.copy(stream, queue, target, target_ids, source, source_ids)
-            if self._sync:
-                queue.synchronize()
         except Exception as error:
             lasting = not is_survivable(error) or self.cuda.is_lost(queue.cuda_stream)
             if ticket is None or lasting:
@@ -217,12 +218,6 @@ class CudaDevice(Device):
             end.record(torch_stream)
         with self._lock:
             self._timings.append((begin, end, told))
-
-    def read_back(self, arena: Named, frames: FrameIds) -> None:
-        """Wait for all that the streams were given: the host reads frames next."""
-        self._check("read")
-        with self._guarded("read"), self.cuda.here():
-            self.cuda.call("cudaDeviceSynchronize")
 
     def moved(self, stream: Stream) -> Moved:
         """Counted when a fence behind the work was reached."""

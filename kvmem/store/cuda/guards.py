@@ -33,14 +33,13 @@ class CudaFiller:
 
 
 class CudaGuards(CudaFiller):
-    """Poison in all frames but the null frame, and what is wrong with it later. Reading waits for
-    the GPU: debug only."""
+    """Poison in all frames but the null frame, and what is wrong with it later."""
 
     def __init__(self, device: CudaDevice, arena: CudaArena) -> None:
         super().__init__(device, arena, POISON)
         every = np.arange(1, arena.num_frames, dtype=np.int32)
         device.launch(Stream.OUT, lambda: self.fill(every))
-        device.read_back(arena, every)
+        device.stream(Stream.OUT).synchronize()
 
     def breaches(self) -> list[str]:
         """What is wrong with the guard frame, behind the last one, and with the null frame."""

@@ -12,10 +12,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvmem.store.cuda import cost_figures
-from kvmem.store.cuda.cost_figures import FORMAT, Figures, read_figures, write_figures
+from kvmem.store.cuda.cost_figures import (
+    FORMAT,
+    RUN_BYTES,
+    STRAIGHT,
+    Figures,
+    read_figures,
+    write_figures,
+)
 from kvmem.store.cuda.cost_model import (
     DIRECTIONS,
     MEASURED_BYTES,
@@ -31,6 +39,7 @@ from kvmem.store.cuda.cost_model import (
     fit,
     measure,
     open_model,
+    shape,
 )
 
 KEY = Key("NVIDIA H100", "GPU-1", "580.65", "13000")
@@ -167,46 +176,55 @@ def test_the_fastest_way_of_any_machine_is_found(tmp_path: Path, case: int, seed
         assert times[chosen] <= min(times.values()) * 1.001
 
 
-#: peers' published GB/s by KiB of a run, 1,000 runs, H100: one copy a run, and a kernel.
-PUBLISHED: dict[Direction, dict[Way, list[float]]] = {
-    "out": {
-        "copies": [1, 2, 4.5, 8, 15, 21.5, 29, 37, 42.5, 46, 48.5, 50.7],
-        "staged": [5, 22, 30.5, 34, 41, 45.5, 47, 48, 48.5, 48.7, 48.8, 49],
+#: GB/s by KiB of a run, as published of an H100 (vLLM's blog; its PR 42212 for the batches, which
+#: from 32 KiB on are as fast as one copy a run can be). No line goes through them.
+PUBLISHED: dict[tuple[Way, Direction], dict[int, float]] = {
+    ("copies", "out"): {
+        4: 1, 8: 2, 16: 4.5, 32: 8, 64: 15, 128: 21.5, 256: 29, 512: 37, 1024: 42.5, 2048: 46,
+        4096: 48.5, 16384: 50.7,
     },
-    "in": {
-        "copies": [1, 2.3, 4.2, 7.5, 14.5, 23, 32, 39.5, 44.5, 47.7, 49.8, 51.2],
-        "staged": [12.5, 24.5, 30.5, 36, 42, 44, 46, 47, 47.4, 47.7, 47.7, 47.8],
+    ("staged", "out"): {
+        4: 5, 8: 22, 16: 30.5, 32: 34, 64: 41, 128: 45.5, 256: 47, 512: 48, 1024: 48.5, 2048: 48.7,
+        4096: 48.8, 16384: 49,
     },
-}
-SIZES = [4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384]
+    ("copies", "in"): {
+        4: 1, 8: 2.3, 16: 4.2, 32: 7.5, 64: 14.5, 128: 23, 256: 32, 512: 39.5, 1024: 44.5,
+        2048: 47.7, 4096: 49.8, 16384: 51.2,
+    },
+    ("staged", "in"): {
+        4: 12.5, 8: 24.5, 16: 30.5, 32: 36, 64: 42, 128: 44, 256: 46, 512: 47, 1024: 47.4,
+        2048: 47.7, 4096: 47.7, 16384: 47.8,
+    },
+    ("batch", "out"): {4: 6.8, 8: 6.8, 16: 7.1, 24: 25.8, 28: 27.5, 64: 38.8, 16384: 51.2},
+    ("batch", "in"): {4: 6.8, 8: 6.8, 16: 7.1, 24: 25.8, 28: 27.5, 64: 38.8, 16384: 51.2},
+}  # fmt: skip
 
 
-def test_on_a_published_machine_the_choice_is_close_to_the_best(tmp_path: Path) -> None:
-    """Curves that are no lines: the loss from fitting lines to them stays small."""
+@pytest.mark.parametrize("there", [("copies", "staged"), WAYS])
+def test_on_a_published_machine_the_choice_is_the_best_or_close(
+    tmp_path: Path, there: tuple[Way, ...]
+) -> None:
+    """Also between the sizes that were timed, and where a driver is slow at one size only."""
 
     def rate(way: Way, direction: Direction, run_bytes: int) -> float:
         """GB/s, between the published sizes along a line in log-log."""
-        x = [math.log(size << 10) for size in SIZES]
-        y = [math.log(r) for r in PUBLISHED[direction][way]]
-        at = min(max(math.log(run_bytes), x[0]), x[-1])
-        i = next(i for i in range(1, len(x)) if at <= x[i] + 1e-9)
-        share = (at - x[i - 1]) / (x[i] - x[i - 1])
-        return math.exp(y[i - 1] + share * (y[i] - y[i - 1]))
+        rates = PUBLISHED[way, direction]
+        x = [math.log(size << 10) for size in rates]
+        return math.exp(np.interp(math.log(run_bytes), x, [math.log(r) for r in rates.values()]))
 
     def time_copy(way: Way, direction: Direction, run_bytes: int, num_runs: int) -> float:
-        if way == "batch":
+        if way not in there:
             raise NotImplementedError
         return 8 * MICRO + run_bytes * num_runs / rate(way, direction, run_bytes) / 1e9
 
     model = open_model(KEY, time_copy, folder=tmp_path)
-    for direction, size in itertools.product(DIRECTIONS, SIZES):
-        times = {way: time_copy(way, direction, size << 10, 1000) for way in ("copies", "staged")}
-        chosen = model.choose(direction, 1000, 1000 * size << 10, num_host_runs=1)
-        assert times[chosen] <= 1.1 * min(times.values()), (direction, size, chosen)
-        if size <= 64:
-            assert chosen == "staged"
-        if size == SIZES[-1]:
-            assert chosen == "copies"
+    sizes = sorted({size for rates in PUBLISHED.values() for size in rates})
+    for direction, size, host_runs in itertools.product(DIRECTIONS, sizes, (1, 1000)):
+        ways = [way for way in there if way != "staged" or host_runs == 1]
+        times = {way: time_copy(way, direction, size << 10, 1000) for way in ways}
+        chosen = model.choose(direction, 1000, 1000 * size << 10, num_host_runs=host_runs)
+        print(direction, size, host_runs, chosen, times[chosen] / min(times.values()))
+        assert times[chosen] <= 1.15 * min(times.values())
 
 
 def test_of_equals_the_simplest_is_taken_and_noise_makes_equals(tmp_path: Path) -> None:
@@ -283,6 +301,35 @@ def test_no_term_is_negative_and_no_other_line_is_better(case: int, seed: int) -
             for term in best
         )
         assert error(other) >= error(best) * (1 - 1e-9)
+
+
+def test_a_shape_is_what_a_line_misses_at_each_size() -> None:
+    line = Costs(10 * MICRO, 2 * MICRO, 1e-10, 0.0)
+    for slow, factor in itertools.product(RUN_BYTES, (0.2, 1.5, 7.0)):
+        bent = {
+            p: line.per_call
+            + (line.per_run * p.num_runs + line.per_byte * p.num_bytes)
+            * (factor if p.run_bytes == slow else 1)
+            for p in POINTS
+        }
+        found = shape(line, bent)
+        assert found == pytest.approx([factor if size == slow else 1 for size in RUN_BYTES])
+        costs = replace(line, shape=found)
+        for point in POINTS:
+            assert costs.seconds(*point_of(point)) == pytest.approx(bent[point])
+    assert shape(line, {}) == STRAIGHT
+
+
+def test_a_shape_is_straight_between_sizes_and_even_beyond() -> None:
+    costs = Costs(0.0, 0.0, 1e-9, 0.0, (1.0, 3.0, 1.0, 1.0, 1.0, 2.0))
+    bends = [costs.seconds(7, 7 * size) / (7 * size * 1e-9) for size in (1, 4096, 8192, 16384)]
+    assert bends == pytest.approx([1, 1, 2, 3])
+    assert costs.seconds(1, 64 << 20) == pytest.approx(2e-9 * (64 << 20))
+    assert costs.seconds(0, 0) == costs.seconds(5, 0) == 0
+
+
+def point_of(point: Point) -> tuple[int, int]:
+    return point.num_runs, point.num_bytes
 
 
 # -- measuring -------------------------------------------------------------------------------------
@@ -449,6 +496,12 @@ def spoiled() -> dict[str, Callable[[str], str | bytes]]:
         "terms as a list": changed(*terms, to=[1, 2, 3, 4]),
         "terms as text": changed(*terms, to="fast"),
         "a fifth term": changed(*terms, "per_page", to=0.0),
+        "no shape": changed(*terms, "shape", to=KeyError),
+        "a short shape": changed(*terms, "shape", to=[1.0] * (len(RUN_BYTES) - 1)),
+        "a shape that is none": changed(*terms, "shape", to=1.0),
+        "a shape of text": changed(*terms, "shape", to=["1"] * len(RUN_BYTES)),
+        "a flat shape": changed(*terms, "shape", to=[0.0] * len(RUN_BYTES)),
+        "a shape without end": changed(*terms, "shape", to=[math.inf] * len(RUN_BYTES)),
         "a huge number": changed(*terms, "per_call", to=10**400),
     }
     for term in ("per_call", "per_run", "per_byte", "error"):
@@ -494,7 +547,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 
 def figures_of(number: int) -> Figures:
     """Figures that all hang on one number, so that a mixture shows."""
-    line = Costs(number * MICRO, number * 1e-8, number * 1e-11, 0.0)
+    line = Costs(number * MICRO, number * 1e-8, number * 1e-11, 0.0, (float(number),) * 6)
     return {(way, direction): line for way in WAYS for direction in DIRECTIONS}
 
 

@@ -317,8 +317,6 @@ class Step:
             if runtime.closed:
                 return False
             failed = runtime.store.error is not None
-            if self._uploaded is not None:
-                self._uploaded.release()
             runtime.store.end(epoch)
             if not failed and (runtime.failed or self._plan.step_after_in):
                 runtime.poll()  # what is published now has arrived, as far as can be told (R5)

@@ -191,10 +191,13 @@ class Store:
 
     def upload(self, arrays: Any) -> StepTensors:
         """The arrays of a step on the GPU, where `step_tensors` says that they have to be there.
-        Queued on COMPUTE; raises as ``begin``."""
+        Queued on COMPUTE; raises as ``begin``. They stay as long as ``arrays`` are the step's."""
         self.check_usable()
         assert self.step_tensors is not None
-        return self.step_tensors(arrays)
+        if arrays.kept is not None:
+            arrays.kept.release()
+        arrays.kept = self.step_tensors(arrays)
+        return cast("StepTensors", arrays.kept)
 
     # --- bytes -------------------------------------------------------------------------------
 

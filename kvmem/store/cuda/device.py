@@ -22,8 +22,10 @@ from kvmem.store.arena import ArenaBase
 from kvmem.store.cuda.api import Cuda
 from kvmem.store.cuda.arena import CudaArena
 from kvmem.store.cuda.copies import Copies
+from kvmem.store.cuda.cost_model import CostModel
 from kvmem.store.cuda.events import CudaFence, EventPool
 from kvmem.store.cuda.host_arena import HostArena
+from kvmem.store.cuda.timing import measured_model
 from kvmem.store.cuda.uploads import Uploads
 from kvmem.store.device import (
     NOTHING_MOVED,
@@ -71,10 +73,18 @@ class CudaDevice(Device):
     # --- memory ---------------------------------------------------------------------------------
 
     def new_arena(self, name: str, num_frames: int, frame_bytes: int, *, host: bool) -> ArenaBase:
-        """Memory of the GPU, or page-locked host memory. Raises ``ConfigError``."""
-        if host:
-            return HostArena(self.cuda, name, num_frames, frame_bytes)
-        return CudaArena(self.cuda, name, num_frames, frame_bytes)
+        """Memory of the GPU, or page-locked host memory, for whose transfers the ways are measured.
+        Raises ``ConfigError``, ``DeviceUnavailable``."""
+        if not host:
+            return CudaArena(self.cuda, name, num_frames, frame_bytes)
+        self.copies.model = self.measure()
+        arena = HostArena(self.cuda, name, num_frames, frame_bytes)
+        self.copies.serve(arena.pinned, arena.address)
+        return arena
+
+    def measure(self) -> CostModel:
+        """What each way of a transfer costs here; half a second unless it is known."""
+        return measured_model(self.cuda, self.copies, self._streams)
 
     # --- streams --------------------------------------------------------------------------------
 
@@ -248,6 +258,7 @@ class CudaDevice(Device):
         for stream in filter(None, last):
             while self._error is None and not self._is_idle(stream) and time.monotonic() < end:
                 time.sleep(LAST_LOOK)
+        self.copies.close()
         self.uploads.close()
 
     # --- inside ---------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ _TORCH = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 
 
 class StepTensors:
-    """One step's tensors. They stay until `release`, and as long after as nobody uploads.
+    """One step's tensors. They stay until `release`.
 
     ``arrays`` has an array for each of `NAMES`, and ``max_seq_len``.
     """
@@ -61,7 +61,7 @@ class StepTensors:
         return Operands(slots, flat, starts, lengths, begins, self._arrays.max_seq_len)
 
     def release(self) -> None:
-        """All of the step's work was given to COMPUTE."""
+        """Whoever read the tensors has given its work to COMPUTE."""
         try:
             queue = self._device.stream(Stream.COMPUTE)
             self._upload.release(queue)

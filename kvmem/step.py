@@ -28,6 +28,7 @@ from kvmem.ledger.raising import REASONS
 if TYPE_CHECKING:
     from kvmem.plan import Plan
     from kvmem.runtime import Ids, Runtime
+    from kvmem.sampled import Patch
     from kvmem.sequence import Sequence
     from kvmem.store.cuda.step_tensors import StepTensors
     from kvmem.store.transfer import Slice
@@ -174,6 +175,11 @@ class Step:
                 raise RuntimeError("this step has ended; read its tensors inside it")
             self._uploaded = self._runtime.store.upload(arrays)
         return self._uploaded
+
+    def patch(self, patches: list[Patch]) -> None:
+        """Take tokens that only the GPU knows, now: who holds them lets them go soon."""
+        for patch in patches:
+            self._on_gpu().patch(*patch)
 
     def _operands(self) -> dict[str, Any]:
         """On a GPU, what `Store.write` and `attend` take beside the arrays of the host."""
@@ -387,4 +393,11 @@ def plan_step(
     runtime.submit(plan)
     if runtime.ledger.wants_cleaning:
         runtime.cleaner.run()
-    return Step(runtime, runtime.last_list, runtime.last_ids, plan, arrays)
+    step = Step(runtime, runtime.last_list, runtime.last_ids, plan, arrays)
+    if runtime.sampled:
+        try:
+            step.patch(runtime.sampled.patches(arrays))
+        except BaseException:  # a device that failed: nothing stays planned (R8)
+            step.cancel()
+            raise
+    return step

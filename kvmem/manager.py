@@ -19,11 +19,12 @@ from kvmem.extras import checked_extras
 from kvmem.ledger import Refusal
 from kvmem.ledger.verify import LedgerCorrupt
 from kvmem.memory_check import check_memory
+from kvmem.planning import plan_step
 from kvmem.runtime import TIERS, Ids, Runtime
 from kvmem.sampled import append_sampled
 from kvmem.sequence import Sequence
 from kvmem.stats import Stats
-from kvmem.step import Step, plan_step
+from kvmem.step import Step
 from kvmem.store.store import Store
 from kvmem.swapper import Room, Swapper, Transfer
 from kvmem.tokens import check_token_values, count_array, namespace_key, token_array

@@ -118,8 +118,9 @@ class SampledTokens:
     def _gone(self, batch: _Batch) -> NDArray[np.bool_]:
         """Which sequences of a batch were freed since."""
         sequences = self._runtime.ledger.state.sequences[batch.records]
-        alive: NDArray[np.bool_] = sequences["arrival"] == batch.arrivals
-        return ~(alive & (sequences["state"] != 0))
+        gone: NDArray[np.bool_] = np.asarray(sequences["arrival"] != batch.arrivals)
+        gone |= np.asarray(sequences["state"] == 0)
+        return gone
 
     def _learn(self, batch: _Batch) -> None:
         """Give the ledger the values of a batch that has arrived."""

@@ -27,7 +27,7 @@ from kvmem.ledger.raising import REASONS
 
 if TYPE_CHECKING:
     from kvmem.plan import Plan
-    from kvmem.runtime import Ids, Runtime
+    from kvmem.runtime import Runtime
     from kvmem.sampled import Patch
     from kvmem.sequence import Sequence
     from kvmem.store.cuda.step_tensors import StepTensors
@@ -374,30 +374,3 @@ class Step:
                 stacklevel=2,
                 source=self,
             )
-
-
-def plan_step(
-    runtime: Runtime,
-    records: Ids,
-    *,
-    num_tokens: Ids | None,
-    max_tokens: int | None,
-    reserve: int,
-    need_all: bool,
-) -> Step:
-    """Plan a step over the handles whose records were just looked up; the caller holds the lock.
-    Raises Refusal."""
-    plan, arrays = runtime.ledger.plan_step(
-        records, num_tokens=num_tokens, max_tokens=max_tokens, reserve=reserve, need_all=need_all
-    )
-    runtime.submit(plan)
-    if runtime.ledger.wants_cleaning:
-        runtime.cleaner.run()
-    step = Step(runtime, runtime.last_list, runtime.last_ids, plan, arrays)
-    if runtime.sampled:
-        try:
-            step.patch(runtime.sampled.patches(arrays))
-        except BaseException:  # a device that failed: nothing stays planned (R8)
-            step.cancel()
-            raise
-    return step

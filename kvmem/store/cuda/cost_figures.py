@@ -13,6 +13,7 @@ import math
 import os
 import stat
 import tempfile
+from bisect import bisect
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -32,18 +33,41 @@ FORMAT = "kvmem.copy_costs/1"
 _MOST_FILE_BYTES = 1 << 16
 
 
+#: Bytes of a run at which the shape of a line is known, ascending.
+RUN_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20)
+STRAIGHT = (1.0,) * len(RUN_BYTES)
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The line of one way in one direction, in seconds."""
+    """The line of one way in one direction, in seconds, and how far the machine is from a line.
+
+    ``shape``: what a run takes, as a multiple of what the line says, for each size of
+    ``RUN_BYTES``. Drivers copy runs of some sizes in another way than others: of 16 KiB in the
+    time of 64 KiB, say, as was published of one.
+    """
 
     per_call: float
     per_run: float
     per_byte: float
-    error: float  # how far the line is off, as a part of a time: noise and what no line explains
+    error: float  # by how much a repeated copy took longer than the fastest, as a part of that
+    shape: tuple[float, ...] = STRAIGHT
 
     def seconds(self, num_runs: int, num_bytes: int) -> float:
         """What a copy of so many runs and bytes in all takes."""
-        return self.per_call + self.per_run * num_runs + self.per_byte * num_bytes
+        line = self.per_run * num_runs + self.per_byte * num_bytes
+        if self.shape != STRAIGHT and num_bytes:
+            line *= self._bend(num_bytes / num_runs)
+        return self.per_call + line
+
+    def _bend(self, run_bytes: float) -> float:
+        """The shape at any size: straight between the known ones, over the logarithm of bytes."""
+        above = bisect(RUN_BYTES, run_bytes)
+        if above in (0, len(RUN_BYTES)):
+            return self.shape[max(above - 1, 0)]
+        low, high = RUN_BYTES[above - 1], RUN_BYTES[above]
+        share = math.log(run_bytes / low) / math.log(high / low)
+        return self.shape[above - 1] * (1 - share) + self.shape[above] * share
 
     def plausible(self) -> bool:
         """Whether any machine could be like that: what no file is believed without."""
@@ -51,7 +75,8 @@ class Costs:
         if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
             return False
         slow = self.per_call > 1 or self.per_run > 0.1 or self.per_byte > 1e-6  # under 1 MB/s
-        return not slow and self.per_byte > 1e-14  # over 100 TB/s
+        is_bent = all(0.01 <= bend <= 100 for bend in self.shape)
+        return not slow and is_bent and self.per_byte > 1e-14  # over 100 TB/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +168,19 @@ def _parsed(seconds: Any) -> Figures:
 def _costs(record: Any) -> Costs | None:
     if record is None:
         return None
-    names = {field.name for field in fields(Costs)}
-    if set(record) != names or not all(type(value) in (int, float) for value in record.values()):
+    if set(record) != {field.name for field in fields(Costs)}:
         raise ValueError("terms")
-    costs = Costs(**record)
+    shape = record["shape"]
+    if type(shape) is not list or len(shape) != len(RUN_BYTES):
+        raise ValueError("shape")
+    numbers = [*shape, *(value for name, value in record.items() if name != "shape")]
+    if not all(type(number) in (int, float) for number in numbers):
+        raise ValueError("numbers")
+    costs = Costs(**record | {"shape": tuple(shape)})
     if not costs.plausible():
         raise ValueError("implausible")
     return costs
 
 
-def _dumped(costs: Costs | None) -> dict[str, float] | None:
+def _dumped(costs: Costs | None) -> dict[str, Any] | None:
     return None if costs is None else asdict(costs)

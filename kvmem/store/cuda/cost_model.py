@@ -7,11 +7,12 @@
     staged   a gather or scatter kernel between the frames and a buffer of the device that has
              them side by side, and one copy for each run that is contiguous on the host
 
-    seconds = per_call + per_run * runs + per_byte * bytes          a line a way and direction
+    seconds = per_call + (per_run * runs + per_byte * bytes) * shape(bytes of a run)
 
 Which of them is fastest depends on the size and number of runs, the direction, the driver and the
-card, so no constant tells. A few copies are timed when a device opens, the lines fitted to them by
-least squares, and kept in the user's cache folder for the next process.
+card, so no constant tells. A few copies are timed when a device opens. For each way and direction a
+line is fitted to them by least squares, and its shape is what it misses at each size of run. Both
+are kept in the user's cache folder for the next process.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import numpy as np
 
 from kvmem.store.cuda.cost_figures import (
     DIRECTIONS,
+    RUN_BYTES,
     WAYS,
     Costs,
     Direction,
@@ -41,7 +43,7 @@ from kvmem.store.cuda.cost_figures import (
 
 __all__ = [
     "DIRECTIONS", "MEASURED_BYTES", "POINTS", "WAYS", "CostModel", "Costs", "Direction", "Key",
-    "Point", "TimeCopy", "Way", "fit", "measure", "open_model",
+    "Point", "TimeCopy", "Way", "fit", "measure", "open_model", "shape",
 ]  # fmt: skip
 
 #: ``time_copy(way, direction, run_bytes, num_runs) -> seconds`` from the start of submitting to the
@@ -65,15 +67,11 @@ class Point(NamedTuple):
 
 
 #: What is timed, the cheap ones first: each term of the line decides the time of some point.
+#: One of a run alone, and of each size of run one of so many that the runs decide.
 POINTS = (
     Point(4 << 10, 1),
     Point(64 << 10, 1),
-    Point(4 << 10, 64),
-    Point(1 << 20, 1),
-    Point(64 << 10, 32),
-    Point(4 << 10, 512),
-    Point(1 << 20, 8),
-    Point(16 << 20, 1),
+    *(Point(size, max(1, min(512, (8 << 20) // size))) for size in RUN_BYTES),
 )
 #: Bytes that ``time_copy`` needs on each side, the runs side by side.
 MEASURED_BYTES = max(point.num_bytes for point in POINTS)
@@ -124,8 +122,8 @@ class CostModel:
         """The way that is expected to be fastest. A few microseconds.
 
         ``num_runs`` of bytes are contiguous on both sides, ``num_bytes`` in all, ``num_host_runs``
-        contiguous on the host (None: as many). Of ways that differ by less than the model may
-        be off the simplest is taken, as it is where nothing was measured. "staged" is never
+        contiguous on the host (None: as many). Of ways that differ by less than the noise of the
+        measurement the simplest is taken, as it is where nothing was measured. "staged" is never
         chosen for what is as scattered on the host as on the device: it would gain nothing.
         """
         host_runs = num_runs if num_host_runs is None else num_host_runs
@@ -153,7 +151,7 @@ class CostModel:
         """What was measured, for stats and reports; JSON can hold it.
 
         ``{"source": ..., "out": {"copies": {"per_call_us", "per_run_us", "gb_per_second",
-        "error"}, ...}, "in": ...}``, None for a way that is not there.
+        "error", "shape"}, ...}, "in": ...}``, None for a way that is not there.
         """
         found: dict[str, Any] = {"source": self.source}
         for direction in DIRECTIONS:
@@ -220,10 +218,9 @@ class _Samples:
         if not self.is_there or len(self.seconds) < _TERMS:
             return None
         fastest = {point: min(samples) for point, samples in self.seconds.items()}
-        line = Costs(*fit(fastest), error=0.0)
         noise = [float(np.median(self.seconds[point])) / fastest[point] - 1 for point in fastest]
-        misses = [abs(line.seconds(p.num_runs, p.num_bytes) / fastest[p] - 1) for p in fastest]
-        return replace(line, error=float(np.median(noise) + np.median(misses)))
+        line = Costs(*fit(fastest), error=float(np.median(noise)))
+        return replace(line, shape=shape(line, fastest))
 
 
 def measure(
@@ -284,7 +281,22 @@ def fit(seconds: dict[Point, float]) -> tuple[float, float, float]:
     return per_call, per_run, per_byte
 
 
-def _shown(costs: Costs | None) -> dict[str, float | None] | None:
+def shape(line: Costs, seconds: dict[Point, float]) -> tuple[float, ...]:
+    """``Costs.shape`` from the times of points; 1 for a size that was not timed, or in no time."""
+    found = []
+    for size in RUN_BYTES:
+        times = {point: taken for point, taken in seconds.items() if point.run_bytes == size}
+        most = max(times, key=lambda point: point.num_runs, default=None)
+        runs = 0.0 if most is None else line.seconds(most.num_runs, most.num_bytes) - line.per_call
+        if most is None or runs <= 0:
+            found.append(1.0)
+            continue
+        bend = (times[most] - line.per_call) / runs
+        found.append(min(max(bend, 0.05), 20.0))
+    return tuple(1.0 if abs(bend - 1) < 1e-6 else bend for bend in found)
+
+
+def _shown(costs: Costs | None) -> dict[str, Any] | None:
     if costs is None:
         return None
     return {
@@ -292,4 +304,5 @@ def _shown(costs: Costs | None) -> dict[str, float | None] | None:
         "per_run_us": costs.per_run * 1e6,
         "gb_per_second": 1e-9 / costs.per_byte if costs.per_byte > 0 else None,
         "error": costs.error,
+        "shape": {str(size): bend for size, bend in zip(RUN_BYTES, costs.shape, strict=True)},
     }

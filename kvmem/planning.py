@@ -30,7 +30,7 @@ def plan_step(
     step = Step(runtime, runtime.last_list, runtime.last_ids, plan, arrays)
     if runtime.sampled:
         try:
-            step.patch(runtime.sampled.patches(arrays))
+            step._patch(runtime.sampled.patches(arrays))
         except BaseException:  # a device that failed: nothing stays planned (R8)
             step.cancel()
             raise

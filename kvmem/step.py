@@ -176,7 +176,7 @@ class Step:
             self._uploaded = self._runtime.store.upload(arrays)
         return self._uploaded
 
-    def patch(self, patches: list[Patch]) -> None:
+    def _patch(self, patches: list[Patch]) -> None:
         """Take tokens that only the GPU knows, now: who holds them lets them go soon."""
         for patch in patches:
             self._on_gpu().patch(*patch)

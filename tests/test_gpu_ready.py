@@ -280,6 +280,10 @@ def test_limits_and_moves(bench: StandIn, rows: list[Row], monkeypatch: pytest.M
     made = [
         moves.write_kv(bench, 5),
         moves.copy_blocks(bench, 3, layers=2, pairs=3),
+        *(
+            moves.pieces(bench, (f"{name}_frames", 2), count=3, size=64)
+            for name in ("gather", "scatter", "move")
+        ),
     ]
     for moved, ours, others, _ in made:
         assert moved > 0
@@ -456,10 +460,12 @@ def test_what_the_sanitizer_says() -> None:
         ("import time; time.sleep(99)", 0.5, None, "out of time after 0 s"),
     ],
 )
-def test_a_check(code: str, seconds: float, passed: bool | None, summary: str) -> None:
-    found = correctness.run_check(
-        "tests", [sys.executable, "-c", code], {}, seconds, lambda line: None
-    )
+def test_a_check(
+    tmp_path: Path, code: str, seconds: float, passed: bool | None, summary: str
+) -> None:
+    command = [sys.executable, "-c", code]
+    found = correctness.run_check("tests", command, {}, seconds, lambda line: None, tmp_path)
+    assert (tmp_path / "tests.log").exists() == (passed is not None)
     assert found.passed is passed
     assert found.summary == summary
 

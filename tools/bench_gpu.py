@@ -133,12 +133,22 @@ def open_bench(quick: bool, l2_bytes: int) -> Bench:
     from tools.gpu.record import Bench
 
     torch.cuda.init()
+
+    def free_bytes() -> int:
+        torch.cuda.empty_cache()  # what torch keeps for later counts as free
+        return int(torch.cuda.mem_get_info()[0])
+
     return Bench(
-        torch, GpuDevice(0), "cuda", CudaClock(torch), quick,
-        # Some cards tell none: then as much as the largest have.
-        l2_bytes or 64 << 20, lambda: int(torch.cuda.mem_get_info()[0]),
-        case_seconds=1.0 if quick else 2.0, stream=torch.cuda.current_stream().cuda_stream,
-    )  # fmt: skip
+        torch=torch,
+        device=GpuDevice(0),
+        place="cuda",
+        clock=CudaClock(torch),
+        quick=quick,
+        l2_bytes=l2_bytes or 64 << 20,  # some tell none: then as much as the largest have
+        free_bytes=free_bytes,
+        case_seconds=1.0 if quick else 2.0,
+        stream=torch.cuda.current_stream().cuda_stream,
+    )
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -169,7 +179,9 @@ def check_and_measure(asked: argparse.Namespace, names: list[str]) -> int:
     try:
         checks = [correctness.compile_all((major, minor), say)]
         limit = {name: plan.seconds(asked.quick) for name, plan in CHECKS.items()}
-        checks += correctness.run_checks(limit, 1 if asked.quick else 4, say)
+        checks += correctness.run_checks(
+            limit, 1 if asked.quick else 4, say, asked.json.parent if asked.json else None
+        )
         record.data["checks"] = correctness.as_data(checks)
         for check in checks:
             say(f"{check.name}: {check.summary} ({check.seconds:.0f} s)")

@@ -18,7 +18,7 @@ from cuda_kernels.frames.spec import SPEC as MOVE
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = max(1, 40 * int(os.environ.get("KVMEM_GPU_SHAPES", "1")))
+SHAPES = max(5, 40 * int(os.environ.get("KVMEM_GPU_SHAPES", "1")))
 
 
 def draws(seed: int, device: Any) -> Iterator[np.random.Generator]:
@@ -139,7 +139,7 @@ def test_offsets_past_four_gigabytes(real_device: Any) -> None:
     assert np.array_equal(found, staging)
     untouched = torch.ones(frames, dtype=torch.bool, device="cuda")
     untouched[torch.from_numpy(ids).long().cuda()] = False
-    assert int(arena[untouched].max()) == 0
+    assert int(arena.amax(1)[untouched].max()) == 0
 
 
 @pytest.mark.parametrize("way", ["out", "in"])

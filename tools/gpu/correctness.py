@@ -61,10 +61,13 @@ def compile_all(
     return Check("compile", not failed, summary, round(time.monotonic() - begin, 1), "")
 
 
-def run_checks(seconds: dict[str, float], shapes: int, say: Callable[[str], None]) -> list[Check]:
+def run_checks(
+    seconds: dict[str, float], shapes: int, say: Callable[[str], None], logs: Path | None = None
+) -> list[Check]:
     """The tests, then those under memcheck and racecheck if the first passed.
 
-    ``seconds`` limits each by name; ``shapes`` multiplies the generated shapes.
+    ``seconds`` limits each by name; ``shapes`` multiplies the generated shapes; what each printed
+    goes to a file of ``logs``.
     """
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
@@ -75,7 +78,7 @@ def run_checks(seconds: dict[str, float], shapes: int, say: Callable[[str], None
         ),
     }
     say(f"KVMEM_SEED={environment['KVMEM_SEED']}")
-    checks = [run_check("tests", [*pytest_command()], environment, seconds["tests"], say)]
+    checks = [run_check("tests", [*pytest_command()], environment, seconds["tests"], say, logs)]
     if checks[0].passed is not True:
         return checks
     program = shutil.which(SANITIZER)
@@ -87,15 +90,16 @@ def run_checks(seconds: dict[str, float], shapes: int, say: Callable[[str], None
             checks.append(Check(tool, None, f"absent: no {SANITIZER} on PATH", 0.0, ""))
             continue
         command = [program, "--tool", tool, "--error-exitcode", str(_FOUND), *pytest_command()]
-        checks.append(run_check(tool, [*command, "-k", REDUCED], alone, seconds[tool], say))
+        checks.append(run_check(tool, [*command, "-k", REDUCED], alone, seconds[tool], say, logs))
     return checks
 
 
 def pytest_command() -> list[str]:
     """pytest on tests/gpu with settings that need no plugin and no package but those named."""
     return [
-        sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", "-c", f"{TESTS}/pytest.ini",
-        "--rootdir", str(ROOT), "--confcutdir", f"{TESTS}", "-p", "no:cacheprovider", TESTS,
+        sys.executable, "-m", "pytest", "-q", "--maxfail", "8", "-m", "gpu",
+        "-c", f"{TESTS}/pytest.ini", "--rootdir", str(ROOT), "--confcutdir", TESTS,
+        "-p", "no:cacheprovider", TESTS,
     ]  # fmt: skip
 
 
@@ -105,8 +109,9 @@ def run_check(
     environment: dict[str, str],
     seconds: float,
     say: Callable[[str], None],
+    logs: Path | None = None,
 ) -> Check:
-    """Run one command, its output passed on; out of time is no failure, and no pass."""
+    """Run one command; of a failure the end is shown. Out of time is no failure, and no pass."""
     say(f"{name} (at most {seconds:.0f} s) ...")
     begin = time.monotonic()
     process = subprocess.Popen(
@@ -122,6 +127,9 @@ def run_check(
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     lines, status = output.strip().splitlines(), process.returncode
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / f"{name}.log").write_text(output, encoding="utf-8")
     if status:
         say("\n".join(lines[-60:]))
     passed: bool | None = status == 0

@@ -103,7 +103,10 @@ def find_missing(
     for name, packages in LIBRARIES.items():
         problem = (library_problem or check_library)(name)
         if problem:
-            lines.append(f"CUDA's library {name} {problem}; {packages[major]} brings it: {extra}")
+            toolkit = ", or CUDA_HOME has to name the toolkit that nvcc is of" if has_nvcc() else ""
+            lines.append(
+                f"CUDA's library {name} {problem}; {packages[major]} brings it: {extra}{toolkit}"
+            )
     return Missing(tuple(lines), tuple(warnings), no_gpu=bool(driver.problem))
 
 
@@ -135,6 +138,11 @@ def check_library(name: str) -> str:
     return ""
 
 
+def has_nvcc() -> bool:
+    """Whether a toolkit is installed, which has the libraries somewhere."""
+    return shutil.which("nvcc") is not None
+
+
 def _outside(version: str, least: str, below: str) -> str:
     """The allowed range if a version is outside it, else empty."""
     number = _numbers(version)
@@ -156,6 +164,7 @@ def facts() -> dict[str, Any]:
     """The GPU and the software around it, as the record keeps them. Needs torch with a GPU."""
     import torch
 
+    others = ask_smi("pid,used_memory", "compute-apps") or "none seen"  # before we are one of them
     properties = torch.cuda.get_device_properties(0)
     driver = read_driver()
     free, total = torch.cuda.mem_get_info()
@@ -172,7 +181,7 @@ def facts() -> dict[str, Any]:
         "driver_cuda": f"{cuda[0]}.{cuda[1]}" if cuda else "unknown",
         "clocks_mhz": ask_smi("clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem") or "unknown",
         "power_limit": ask_smi("power.limit") or "unknown",
-        "others": ask_smi("pid,used_memory", "compute-apps") or "none seen",
+        "others": others,
         "host": f"{platform.machine()}, Python {platform.python_version()}",
         "software": {
             "torch": torch.__version__,

@@ -117,11 +117,11 @@ def copy_blocks(bench: Bench, filled: int, layers: int = 32, pairs: int = 64) ->
     )
 
 
-def pieces(bench: Bench, what: tuple[str, int]) -> Made:
+def pieces(bench: Bench, what: tuple[str, int], count: int = 256, size: int = 2 << 20) -> Made:
     """Whole frames to or from staging, or another arena, by so many blocks of threads."""
     name, blocks = what
     torch, place = bench.torch, {"device": bench.place, "dtype": bench.torch.uint8}
-    frames, count, size = 512, 256, 2 << 20
+    frames = 2 * count
     arena = torch.zeros((frames, size), **place)
     staging = torch.zeros((count, size), **place)
     ids = torch.randperm(frames, device=bench.place)[:count].to(torch.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -105,7 +106,10 @@ class Record:
 
     def add(self, name: str, row: Row) -> None:
         """Keep a row, on disk too."""
-        self.data["sections"][name]["rows"].append(asdict(row) | {"failed": row.failed})
+        made = asdict(row) | {"failed": row.failed}
+        if row.error is not None and not math.isfinite(row.error):
+            made["error"] = None  # JSON has no such number; `failed` says it
+        self.data["sections"][name]["rows"].append(made)
         self.write()
 
     def end(self, name: str, **changes: Any) -> None:

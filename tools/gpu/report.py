@@ -147,11 +147,12 @@ def _bars(
     names = list(dict.fromkeys(name for _, found in rows for name, _ in found))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
     scale = (_WIDTH - _LABEL - 60) / max(most, 1e-9)
-    shapes, y = [], 34
-    for i, name in enumerate(names):
-        x = _LABEL + i * (_WIDTH - _LABEL) / max(len(names), 1)
-        shapes.append(f"<rect x='{x:.0f}' y='14' width='10' height='10' fill='{colours[name]}'/>")
-        shapes.append(f"<text x='{x + 14:.0f}' y='23'>{_text(name)}</text>")
+    shapes, y = [], 24
+    for name in names:
+        shapes.append(f"<rect x='{_LABEL}' y='{y}' width='10' height='10' fill='{colours[name]}'/>")
+        shapes.append(f"<text x='{_LABEL + 14}' y='{y + 9}'>{_text(name)}</text>")
+        y += 14
+    top = y = y + 6
     for label, found in rows:
         middle = y + len(found) * _BAR / 2 + 3
         shapes.append(
@@ -168,8 +169,8 @@ def _bars(
         y += 6
     if line is not None and line <= most:
         x = _LABEL + line * scale
-        shapes.append(f"<line x1='{x:.1f}' x2='{x:.1f}' y1='30' y2='{y}' stroke='#22252b'/>")
-    caption = f"<text x='0' y='23' font-weight='600'>{_text(title)}</text>"
+        shapes.append(f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{top}' y2='{y}' stroke='#22252b'/>")
+    caption = f"<text x='0' y='14' font-weight='600'>{_text(title)}</text>"
     return (
         f"<svg viewBox='0 0 {_WIDTH} {y}' role='img' aria-label='{_text(title)}'>"
         f"{caption}{''.join(shapes)}</svg>"

@@ -66,6 +66,23 @@ def free_host_bytes() -> int:
     return usable_budget().free_bytes
 
 
+def free_gpu_bytes(device: str) -> int:
+    """Bytes that a GPU ("cuda", "cuda:1") has free, for whoever asks first.
+
+    Raises ConfigError where it can't be asked. Makes CUDA's context on it, if there is none.
+    """
+    import torch
+
+    try:
+        free, _ = torch.cuda.mem_get_info(torch.device(device))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise ConfigError(
+            f"the free memory of device={device!r} can't be asked for here "
+            f"({str(error).splitlines()[0][:100]}); give the tier in blocks or bytes"
+        ) from error
+    return int(free)
+
+
 def usable_budget() -> HostBudget:
     """As ``host_budget``, but a cap that can't be read raises ConfigError: ignoring it could be
     fatal. Cost: about 1 ms, a few small files are read."""

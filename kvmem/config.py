@@ -6,19 +6,20 @@ A Config is checked whole when it is made and holds no resource; ``plan()`` tell
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from kvmem.budget import free_host_bytes, usable_budget
+from kvmem.budget import free_gpu_bytes, free_host_bytes
 from kvmem.checks import boolean, choice, integer, shown
 from kvmem.errors import ConfigError
 from kvmem.geometry import (
     ELEMENT_BYTES,
     MAX_BLOCKS,
     FrameGeometry,
-    extra_frames,
     metadata_bytes,
     uniform_frame,
 )
@@ -40,8 +41,8 @@ MAX_HEAD_DIM = 4096
 MAX_WINDOW = 2**31 - 1
 BLOCK_SIZES = tuple(2**n for n in range(11))
 
-DEVICES = ("cpu", "sim")
-_PLANNED_DEVICES = ("cuda",)
+DEVICES = ("cpu", "sim", "cuda")
+_GPU = re.compile(r"cuda(:(0|[1-9]\d{0,3}))?")
 
 EVICTIONS = ("lru",)
 _PLANNED_EVICTIONS = ("lfu", "fifo", "s3fifo", "arc", "cost")
@@ -93,9 +94,10 @@ class Config:
     that broadcast to ``[num_layers, num_kv_heads]``; reading multiplies by it, so it never changes.
 
     Sizes: ``block_size`` tokens a block, a power of two up to 1024. Each tier in blocks, or as
-    memory: bytes (int), a str such as "8GiB", or a share 0 < x < 1 (float) of the host memory that
-    is free now. Memory is turned into blocks at once, and ``device_blocks`` and ``host_blocks``
-    always hold numbers. The host tier is off (0) unless given.
+    memory: bytes (int), a str such as "8GiB", or a share 0 < x < 1 (float) of the memory that is
+    free now, the GPU's for the device tier of one. Memory is turned into blocks at once;
+    ``device_blocks`` and ``host_blocks`` always hold numbers. There is no host tier (0) unless
+    given.
 
     Policies: ``tier_policy`` "write_back" (evicted blocks go to the host tier; the default where
     there is one), "write_through" (full blocks are copied there while no other copy is on the way,
@@ -109,7 +111,8 @@ class Config:
     Watermarks: when fewer than ``low`` of the device's blocks are free or saved already, the oldest
     evictable ones are copied until ``high`` are. Off (None) unless given.
 
-    Device "sim" is for tests: its streams run as ``sim`` (SimOptions) says, races raise RaceError.
+    Device "cpu"; "cuda" (torch's current GPU) or "cuda:1"; "sim" is for tests: its streams run as
+    ``sim`` (SimOptions) says, races raise RaceError.
 
     Raises ConfigError for a value or a combination that cannot be, TypeError for a wrong type;
     values planned for later raise ConfigError "not in this version". Nothing is allocated.
@@ -207,7 +210,9 @@ class Config:
                 f"thing twice: give one of the two"
             )
         if memory is not None:
-            return self._blocks_in(f"{tier}_memory", memory)
+            on_gpu = tier == "device" and self.on_gpu
+            free = partial(free_gpu_bytes, self.device) if on_gpu else free_host_bytes
+            return self._blocks_in(f"{tier}_memory", memory, free)
         if blocks is None and low > 0:
             raise ConfigError(
                 f"the size of the {tier} tier is missing: give {tier}_blocks (an integer >= 1) or "
@@ -216,9 +221,10 @@ class Config:
         value = 0 if blocks is None else blocks
         return integer(f"{tier}_blocks", value, low=low, high=MAX_BLOCKS, error=ConfigError)
 
-    def _blocks_in(self, name: str, memory: object) -> int:
-        """The largest number of blocks whose arena fits ``memory``; at least one must."""
-        asked = _memory_bytes(name, memory)
+    def _blocks_in(self, name: str, memory: object, free: Callable[[], int]) -> int:
+        """The largest number of blocks whose arena fits ``memory``; at least one must. ``free``
+        says what a share is of."""
+        asked = _memory_bytes(name, memory, free)
         blocks = self.geometry.blocks_in(asked, debug=self.debug)
         if blocks < 1:
             least = self.geometry.arena_bytes(1, debug=self.debug)
@@ -246,6 +252,11 @@ class Config:
         )
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the device tier is the memory of a GPU."""
+        return self.device.startswith("cuda")
+
+    @property
     def dtype_name(self) -> str:
         """ "float32", "float16" or "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
@@ -271,33 +282,6 @@ class Config:
             metadata_bytes=metadata_bytes(self.device_blocks + self.host_blocks, self.block_size),
             warnings=useless_host_tier(self.tier_policy, self.device_blocks, self.host_blocks),
         )
-
-
-def check_memory(config: Config, *, free_bytes: int | None = None) -> None:
-    """Raise ConfigError where the arenas and records of ``config`` exceed the free host memory.
-
-    A Manager calls it before it allocates. Free is what the tightest limit leaves, as in
-    ``kvmem report``; ``free_bytes`` replaces it. On the CPU device both tiers are host memory, so
-    their sum counts.
-    """
-    bound_by = "given"
-    if free_bytes is None:
-        budget = usable_budget()
-        free_bytes, bound_by = budget.free_bytes, budget.bound_by
-    plan = config.plan()
-    asked = plan.device_bytes + plan.host_bytes + plan.metadata_bytes
-    if asked <= free_bytes:
-        return
-    a_block = plan.block_bytes + metadata_bytes(1, config.block_size)
-    tiers = 2 if config.host_blocks else 1
-    reserved = tiers * extra_frames(debug=config.debug) * plan.block_bytes
-    largest = max(0, (free_bytes - reserved) // a_block)
-    raise ConfigError(
-        f"device_blocks={config.device_blocks} and host_blocks={config.host_blocks} ask for "
-        f"{with_unit(asked)} ({asked} bytes), free are {with_unit(free_bytes)} ({free_bytes} "
-        f"bytes, limit: {bound_by}): at most {largest} blocks in all tiers together fit; lower "
-        f"them, or block_size"
-    )
 
 
 def _ranged(name: str, value: object, high: int) -> int:
@@ -350,12 +334,12 @@ def _numbers(spec: LayerSpec) -> tuple[int, int, int | None, int | None]:
 def _device(value: object) -> str:
     if isinstance(value, torch.device):
         value = str(value)
-    if isinstance(value, str) and value.partition(":")[0] in _PLANNED_DEVICES:
-        raise ConfigError(f"device={shown(value)} is not in this version; supported: 'cpu', 'sim'")
+    if isinstance(value, str) and _GPU.fullmatch(value):
+        return value
     if isinstance(value, str) and value not in DEVICES:
-        known = ", ".join(repr(x) for x in DEVICES + _PLANNED_DEVICES)
         raise ConfigError(
-            f"device={shown(value)} is unknown; known: {known}; in this version use device='cpu'"
+            f"device={shown(value)} is unknown; known: 'cpu', 'sim', 'cuda', or a GPU by its "
+            "number as in 'cuda:1'"
         )
     return choice("device", value, DEVICES, error=ConfigError)
 
@@ -381,15 +365,15 @@ def _block_size(value: object) -> int:
     return size
 
 
-def _memory_bytes(name: str, value: object) -> int:
-    """Bytes meant by an int, a str with a unit, or a share of the free host memory."""
+def _memory_bytes(name: str, value: object, free: Callable[[], int]) -> int:
+    """Bytes meant by an int, a str with a unit, or a share of the free memory."""
     if isinstance(value, float):
         if not (math.isfinite(value) and 0 < value < 1):
             raise ConfigError(
                 f"{name}={value!r} is no share: give a float 0 < x < 1 of the free memory, an int "
                 f'of bytes, or a str such as "8GiB"'
             )
-        return int(free_host_bytes() * value)
+        return int(free() * value)
     if isinstance(value, str):
         size = parse_size(value)
         if size is None:

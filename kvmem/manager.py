@@ -13,11 +13,12 @@ from kvmem import cache, inspect_state
 from kvmem.block import Block
 from kvmem.cache import Match, Pin
 from kvmem.checks import boolean, choice, integer
-from kvmem.config import Config, check_memory
+from kvmem.config import Config
 from kvmem.events import Event
 from kvmem.extras import checked_extras
 from kvmem.ledger import Refusal
 from kvmem.ledger.verify import LedgerCorrupt
+from kvmem.memory_check import check_memory
 from kvmem.runtime import TIERS, Ids, Runtime
 from kvmem.sequence import Sequence
 from kvmem.stats import Stats

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvmem.plan import Plan
     from kvmem.runtime import Ids, Runtime
     from kvmem.sequence import Sequence
+    from kvmem.store.cuda.step_tensors import StepTensors
     from kvmem.store.transfer import Slice
 
 
@@ -67,6 +68,7 @@ class Step:
         self._ids = ids
         self._entered = self._ended = False
         self._arriving: list[Slice] = []  # layers under way when the step began
+        self._uploaded: StepTensors | None = None  # on a GPU, from their first use on
         self._written: set[int] | None = set() if runtime.config.debug else None
         self._seqs = asked  # shared by all steps of these handles, never written
         self._own_seqs: list[Sequence] | None = None
@@ -140,21 +142,45 @@ class Step:
         """int32 `[num_seqs, max_blocks]` of frame ids, unused columns 0; rows are not adjacent
         (`stride(0) >= max_blocks`). O(rows + entries that changed since an earlier step of the same
         rows). Raises RuntimeError when it is first read after the step's end."""
+        self._update_table()
+        if self._runtime.store.step_tensors is not None:
+            return self._on_gpu().table(self._arrays.block_table)
+        return self._tensor("block_table")
+
+    def _update_table(self) -> None:
+        """Bring the dense table in line with this step."""
         arrays = self._own_arrays()
         if arrays.table_epoch != self._epoch:
             if self._ended:
                 raise RuntimeError("this step has ended; read its block_table inside it")
             with self._runtime.lock:
                 self._runtime.ledger.update_table(arrays)
-        return self._tensor("block_table")
 
     def _tensor(self, name: str) -> torch.Tensor:
         """A view of one of the step's arrays, kept with it."""
+        if self._runtime.store.step_tensors is not None:
+            return self._on_gpu().tensor(name)
         derived = self._own_arrays().derived
         tensor = derived.get(name)
         if tensor is None:
             tensor = derived[name] = torch.from_numpy(getattr(self._arrays, name))
         return tensor
+
+    def _on_gpu(self) -> StepTensors:
+        """The step's tensors on the GPU; the first call uploads them."""
+        arrays = self._own_arrays()
+        if self._uploaded is None:
+            if self._ended:
+                raise RuntimeError("this step has ended; read its tensors inside it")
+            self._uploaded = self._runtime.store.upload(arrays)
+        return self._uploaded
+
+    def _operands(self) -> dict[str, Any]:
+        """On a GPU, what `Store.write` and `attend` take beside the arrays of the host."""
+        if self._runtime.store.step_tensors is None:
+            return {}
+        self._update_table()
+        return {"on_device": self._on_gpu().operands(self._arrays.block_table)}
 
     def _own_arrays(self) -> StepArrays:
         """The arrays, unless a later step has them by now."""
@@ -179,7 +205,7 @@ class Step:
         self._check_running()
         number = self._layer(layer)
         self._arrive(number)
-        self._runtime.store.write(number, k, v, self._arrays.slot_mapping)
+        self._runtime.store.write(number, k, v, self._arrays.slot_mapping, **self._operands())
         if self._written is not None:
             self._written.add(number)
 
@@ -223,6 +249,7 @@ class Step:
             sinks=sinks,
             return_lse=return_lse,
             out=out,
+            **self._operands(),
         )
 
     # --- begin and end --------------------------------------------------------------------------

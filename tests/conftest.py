@@ -10,6 +10,7 @@ import hashlib
 import os
 import random
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numba
@@ -76,3 +77,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
 def seed(request: pytest.FixtureRequest) -> int:
     """A seed of this test alone: the run's seed mixed with the test's name."""
     return zlib.crc32(request.node.nodeid.encode(), SEED) & 0x7FFFFFFF
+
+
+@pytest.fixture(scope="session", autouse=os.environ.get("KVMEM_TEST_DEVICE") == "cuda")
+def cuda_double() -> Iterator[None]:
+    """`KVMEM_TEST_DEVICE=cuda`: who asks for a GPU gets a double of one (tests/cuda_double)."""
+    from tests.cuda_double.opening import install
+
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch, SEED, os.environ.get("KVMEM_TEST_MODE", "random"))
+        yield

@@ -30,7 +30,8 @@ SMALL: dict[str, Any] = {
     "host_blocks": 8,
     "debug": True,
 }
-#: `KVMEM_TEST_DEVICE=sim` runs whatever uses this driver on the simulated device (tests/sim).
+#: `KVMEM_TEST_DEVICE=sim` runs whatever uses this driver on the simulated device (tests/sim),
+#: "cuda" on the double of a GPU (tests/store/cuda).
 DEVICE: dict[str, Any] = {"device": os.environ.get("KVMEM_TEST_DEVICE", "cpu")}
 if DEVICE["device"] == "sim":
     DEVICE["sim"] = kvmem.SimOptions(
@@ -310,9 +311,8 @@ def state_of(manager: kvmem.Manager) -> dict[str, Any]:
     dump["extras"] = dict(runtime.extras._ids)
     dump["handles"] = sorted(runtime.handles)
     dump["transfers"] = {name: queue.last for name, queue in store._transfers.items()}
-    dump["device bytes"] = hashlib.sha256(store._device_arena.bytes).hexdigest()
-    if store._host_arena is not None:
-        dump["host bytes"] = hashlib.sha256(store._host_arena.bytes).hexdigest()
+    for name, arena in store.arenas().items():
+        dump[f"{name} bytes"] = hashlib.sha256(arena.tensor.cpu().numpy()).hexdigest()
     return dump
 
 

@@ -23,7 +23,9 @@ EXAMPLE = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``kvmem stress``."""
     run = parser.add_argument_group("run")
-    run.add_argument("--device", default="cpu", metavar="NAME", help="cpu (default) or sim")
+    run.add_argument(
+        "--device", default="cpu", metavar="NAME", help="cpu (default), sim, cuda or cuda:1"
+    )
     run.add_argument(
         "--seconds", type=seconds, metavar="S", help="how long; default 10, without --ops"
     )

@@ -29,7 +29,9 @@ def check_gpus(gpus: Gpus | None = None) -> list[Finding]:
     driver = f"{found.driver or '?'}, runs CUDA up to {found.cuda_driver or '?'}"
     findings = [
         Finding("driver", "ok", driver),
-        Finding("gpu", "info", "this version of kvmem has no CUDA device: use device='cpu'"),
+        Finding(
+            "gpu", "info", "device='cuda' was tested without a GPU only: docs/cuda.md says how"
+        ),
     ]
     for device in found.devices:
         for gpu in (device, *device.instances):

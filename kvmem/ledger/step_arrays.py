@@ -100,6 +100,8 @@ class StepArrays:
         self.block_table = np.zeros((0, 0), np.int32)
         #: What upper layers make of the views (tensors); emptied when the views change.
         self.derived: dict[str, Any] = {}
+        #: What upper layers made for the step, kept until another step has the arrays.
+        self.kept: Any = None
         self.plan = Plan()  # of a step that moves nothing: only its epoch changes
         self._asked: object = None
         self._num_asked = -1

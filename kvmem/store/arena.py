@@ -9,6 +9,7 @@ touch many pages (12-25 % faster attention where they are granted).
 from __future__ import annotations
 
 import mmap
+from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
@@ -21,13 +22,9 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
 
 
-class Arena:
-    """Exact, zeroed, page-aligned memory for ``num_frames`` frames of ``frame_bytes`` bytes.
-
-    All views share the memory, none copies. A page costs physical memory when it is first written.
-
-    Raises ``ConfigError`` when the operating system refuses the mapping.
-    """
+class ArenaBase(ABC):
+    """What every arena says of itself, whatever its memory is: ``num_frames`` frames of
+    ``frame_bytes`` bytes, one behind the other."""
 
     def __init__(self, name: str, num_frames: int, frame_bytes: int) -> None:
         self.name = name
@@ -35,6 +32,50 @@ class Arena:
         self.num_frames = num_frames
         self.frame_bytes = frame_bytes
         self.num_bytes = num_frames * frame_bytes
+
+    @property
+    @abstractmethod
+    def address(self) -> int:
+        """Of the first byte. Raises ``ManagerClosed`` after ``close``, as all that follow."""
+
+    @property
+    @abstractmethod
+    def bytes(self) -> NDArray[np.uint8]:
+        """uint8 ``[num_frames, frame_bytes]``, of memory that the host can read at once."""
+
+    @property
+    @abstractmethod
+    def tensor(self) -> torch.Tensor:
+        """The whole memory as a torch.uint8 tensor ``[num_frames, frame_bytes]``."""
+
+    def typed(self, dtype: torch.dtype) -> torch.Tensor:
+        """The same memory as a tensor ``[num_frames, frame_bytes / itemsize]`` of ``dtype``."""
+        return self.tensor.view(dtype)
+
+    def pieces(self, count: int) -> Pieces:
+        """The same memory with each frame in so many equal pieces."""
+        return Pieces(self, count)
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether the memory was given back."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back. A second call: no-op."""
+
+
+class Arena(ArenaBase):
+    """Host memory: exact, zeroed, page-aligned.
+
+    All views share the memory, none copies. A page costs physical memory when it is first written.
+
+    Raises ``ConfigError`` when the operating system refuses the mapping.
+    """
+
+    def __init__(self, name: str, num_frames: int, frame_bytes: int) -> None:
+        super().__init__(name, num_frames, frame_bytes)
         try:
             self._memory: mmap.mmap | None = mmap.mmap(
                 -1, self.num_bytes, flags=_FLAGS, prot=_PROTECTION
@@ -68,9 +109,10 @@ class Arena:
             raise ManagerClosed(f"{self.name} arena is closed; make a new Manager")
         return self._bytes
 
-    def pieces(self, count: int) -> Pieces:
-        """The same memory with each frame in so many equal pieces."""
-        return Pieces(self, count)
+    @property
+    def address(self) -> int:
+        """Of the first byte, a multiple of the page size."""
+        return int(self.bytes.ctypes.data)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -80,10 +122,6 @@ class Arena:
     def elements(self, dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
         """The same memory as ``[num_frames, frame_bytes / itemsize]`` of a storage dtype."""
         return self.bytes.view(dtype)
-
-    def typed(self, dtype: torch.dtype) -> torch.Tensor:
-        """The same memory as a tensor ``[num_frames, frame_bytes / itemsize]`` of ``dtype``."""
-        return self.tensor.view(dtype)
 
     @property
     def closed(self) -> bool:
@@ -109,11 +147,16 @@ class Pieces:
 
     num_pieces = 1
 
-    def __init__(self, arena: Arena, count: int) -> None:
+    def __init__(self, arena: ArenaBase, count: int) -> None:
         self.name = arena.name
         self.num_frames = arena.num_frames * count
         self.frame_bytes = arena.frame_bytes // count
         self._arena = arena
+
+    @property
+    def address(self) -> int:
+        """Of the first byte. Raises ``ManagerClosed`` after ``close``."""
+        return self._arena.address
 
     @property
     def bytes(self) -> NDArray[np.uint8]:

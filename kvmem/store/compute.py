@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from kvmem.errors import ShapeError
 from kvmem.storage_dtype import Scales
 from kvmem.store.arena import Arena
 from kvmem.store.device import FrameIds
 from kvmem.store.layout import Layout
+from kvmem.store.tensors import TensorChecks, check_finite, head_vector
 
 
 class Compute:
@@ -38,6 +38,7 @@ class Compute:
         v_scale: Scales | None = None,
     ) -> None:
         self._layout = layout
+        self._tensors = TensorChecks(layout, torch.device("cpu"))
         self._arena = arena.elements(layout.storage_dtype)
         self._check = check
         self._planes = layout.rows()
@@ -83,24 +84,21 @@ class Compute:
         self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: NDArray[np.int64]
     ) -> tuple[int, int]:
         """Refuse tensors that can't be written; the plane offsets of the layer."""
-        layout = self._layout
-        offsets = self._offsets(layer)
-        rows = (len(slot_mapping), layout.num_kv_heads)
-        self._check_tensor("key", key, (*rows, layout.head_dim))
-        self._check_tensor("value", value, (*rows, layout.value_dim))
+        offsets = self._tensors.check_layer(layer)
+        self._tensors.check_rows(key, value, len(slot_mapping))
         if self._check:
-            _check_finite("key", key, slot_mapping)
-            _check_finite("value", value, slot_mapping)
+            check_finite("key", key, slot_mapping)
+            check_finite("value", value, slot_mapping)
         return offsets
 
     def output(
         self, query: torch.Tensor, num_tokens: int, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Where attention goes, after checking the query: ``out``, or a new tensor full of NaN."""
-        shape = (num_tokens, self._check_query(query, num_tokens), self._layout.value_dim)
+        shape = (num_tokens, self._tensors.check_query(query, num_tokens), self._layout.value_dim)
         if out is None:
             return torch.full(shape, torch.nan, dtype=self._layout.compute_dtype)
-        self._check_tensor("out", out, shape)
+        self._tensors.check("out", out, shape)
         return out
 
     def attend(
@@ -124,13 +122,13 @@ class Compute:
         from cuda_kernels import paged_attention
 
         layout = self._layout
-        key_offset, value_offset = self._offsets(layer)
-        num_heads = self._check_query(query, int(query_start[-1]))
+        key_offset, value_offset = self._tensors.check_layer(layer)
+        num_heads = self._tensors.check_query(query, int(query_start[-1]))
         shape = (query.shape[0], num_heads, layout.value_dim)
         if out is None:
             out = torch.empty(shape, dtype=layout.compute_dtype)
         else:
-            self._check_tensor("out", out, shape)
+            self._tensors.check("out", out, shape)
         lse = torch.empty(shape[:2], dtype=torch.float32) if return_lse else None
         paged_attention(
             self._array(out),
@@ -145,8 +143,8 @@ class Compute:
             scale=scale,
             window=window,
             softcap=softcap,
-            alibi=_head_vector("alibi", alibi, num_heads),
-            sinks=_head_vector("sinks", sinks, num_heads),
+            alibi=head_vector("alibi", alibi, num_heads),
+            sinks=head_vector("sinks", sinks, num_heads),
             lse=None if lse is None else lse.numpy(),
             check=True,  # scale, window and the like come from the user; cheap beside the work
             **self._scales[layer],
@@ -182,81 +180,3 @@ class Compute:
         if tensor.dtype == torch.float32:
             return tensor.numpy()
         return tensor.view(torch.uint16).numpy()
-
-    def _offsets(self, layer: int) -> tuple[int, int]:
-        if isinstance(layer, bool) or not isinstance(layer, int):
-            raise TypeError(f"layer must be an int, got {type(layer).__name__}")
-        if not 0 <= layer < self._layout.num_layers:
-            raise ShapeError(
-                f"layer {layer} does not exist; this config has layers 0 to "
-                f"{self._layout.num_layers - 1}"
-            )
-        return self._layout.layers[layer]
-
-    def _check_query(self, query: torch.Tensor, num_tokens: int) -> int:
-        """The number of query heads, after checking the tensor."""
-        layout = self._layout
-        if not isinstance(query, torch.Tensor):
-            raise TypeError(f"query must be a torch.Tensor, got {type(query).__name__}")
-        if query.dim() != 3:
-            raise ShapeError(
-                f"query has shape {tuple(query.shape)}; expected [num_tokens, num_heads, "
-                f"{layout.head_dim}]"
-            )
-        num_heads = query.shape[1]
-        if num_heads == 0 or num_heads % layout.num_kv_heads:
-            raise ShapeError(
-                f"query has {num_heads} heads, which is no multiple of the {layout.num_kv_heads} "
-                "K/V heads of this config"
-            )
-        self._check_tensor("query", query, (num_tokens, num_heads, layout.head_dim))
-        return num_heads
-
-    def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tuple(tensor.shape) != shape:
-            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
-        expected = self._layout.compute_dtype
-        if tensor.dtype != expected:
-            raise ShapeError(
-                f"{name} has dtype {tensor.dtype}; expected {expected}, the dtype of this config: "
-                "convert it first"
-            )
-        if tensor.device.type != "cpu":
-            raise ShapeError(f"{name} is on device {tensor.device}; expected cpu: move it first")
-        if tensor.requires_grad:
-            raise ShapeError(
-                f"{name} requires grad; a cache is not differentiable: pass {name}.detach()"
-            )
-
-
-def _check_finite(name: str, tensor: torch.Tensor, slot_mapping: NDArray[np.int64]) -> None:
-    """Refuse NaN in rows that are stored; a skipped row may hold anything."""
-    bad = torch.isnan(tensor).flatten(1).any(1).numpy() & (slot_mapping >= 0)
-    if bad.any():
-        raise ShapeError(
-            f"{name} holds NaN in row {int(np.argmax(bad))} of {len(bad)}; only numbers are stored "
-            "(checked with debug=True): look at the layer that computed it"
-        )
-
-
-def _head_vector(
-    name: str, vector: ArrayLike | torch.Tensor | None, num_heads: int
-) -> NDArray[np.float32] | None:
-    """One float32 number for each query head."""
-    if vector is None:
-        return None
-    if isinstance(vector, torch.Tensor):
-        vector = vector.detach().to(torch.float32).numpy()
-    try:
-        array = np.ascontiguousarray(vector, dtype=np.float32)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"{name} must be numbers, one a query head, not {type(vector).__name__}"
-        ) from None
-    if array.shape != (num_heads,):
-        raise ValueError(
-            f"{name} has shape {array.shape}; expected ({num_heads},), one number a query head"
-        )
-    return array

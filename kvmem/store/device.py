@@ -10,6 +10,7 @@ fence of another. The host is ordered by ``synchronize`` or by a ``query`` that 
 from __future__ import annotations
 
 import enum
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmem.errors import KVMemError
-from kvmem.store.arena import Arena
+from kvmem.store.arena import ArenaBase
 
 FrameIds = NDArray[np.int32]
 
@@ -33,12 +34,23 @@ class Named(Protocol):
 class Memory(Named, Protocol):
     """What can be copied: an arena, or the pieces of one."""
 
+    num_frames: int
     frame_bytes: int
     num_pieces: int
 
     @property
+    def address(self) -> int:
+        """Of the first byte."""
+
+    @property
     def bytes(self) -> NDArray[np.uint8]:
-        """uint8 ``[frames, frame_bytes]``."""
+        """uint8 ``[frames, frame_bytes]``, where the host can read them."""
+
+
+class Fills(Protocol):
+    """What fills vacated frames, in a launch on the OUT stream."""
+
+    def fill(self, frames: FrameIds) -> None: ...
 
 
 #: Frames of an arena that a launch reads or writes, for a device that checks orderings.
@@ -129,7 +141,7 @@ class Device(ABC):
         self.failed: list[Ticket] = []
 
     @abstractmethod
-    def new_arena(self, name: str, num_frames: int, frame_bytes: int, *, host: bool) -> Arena:
+    def new_arena(self, name: str, num_frames: int, frame_bytes: int, *, host: bool) -> ArenaBase:
         """Zeroed memory for frames, on the device or (``host=True``) on the host beside it."""
 
     @abstractmethod
@@ -189,6 +201,24 @@ class Device(ABC):
         moved: Moved | None = None,
     ) -> None:
         """Run ``function`` in the order of ``stream``; ``moved`` is counted when it has ended."""
+
+    def timed(
+        self, stream: Stream, queue: Callable[[], None], told: Callable[[float], None]
+    ) -> None:
+        """Call ``queue``, which gives ``stream`` work, and later ``told`` with the seconds that the
+        work took there: what the stream waited for before it is left out.
+
+        Here by notes on the stream itself; a device whose streams don't run on the host has to
+        time by its own events.
+        """
+        begin = [0.0]
+
+        def start() -> None:
+            begin[0] = time.perf_counter()
+
+        self.launch(stream, start)
+        queue()
+        self.launch(stream, lambda: told(time.perf_counter() - begin[0]))
 
     def settle(self, stream: Stream) -> None:  # noqa: B027 - nothing to do where work runs at once
         """See that what COMPUTE was given has run, for a result that has no fence; orders nothing.

@@ -1,18 +1,125 @@
-"""Which device a config means; the others are not even imported."""
+"""What a store is made of, by its config; devices that nobody asks for are not even imported."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
+from kvmem.geometry import arena_frames
 from kvmem.sim_options import SimOptions
-from kvmem.store.device import Device
-from kvmem.store.layout import StoreConfig
+from kvmem.store.arena import Arena, ArenaBase
+from kvmem.store.checks import Checks, Filler, Poison
+from kvmem.store.compute import Compute
+from kvmem.store.device import Device, Fills, FrameIds
+from kvmem.store.layout import Layout, StoreConfig
+from kvmem.store.staged import StagedCompute
+
+if TYPE_CHECKING:
+    from kvmem.store.cuda.compute import CudaCompute
+    from kvmem.store.cuda.step_tensors import StepTensors
+
+
+class Guards(Protocol):
+    """What debug looks for in the arenas, in words."""
+
+    def breaches(self) -> list[str]: ...
+    def written(self, frames: FrameIds) -> list[str]: ...
+
+
+class Parts(NamedTuple):
+    """A device with its memory, and what works on both."""
+
+    device: Device
+    device_arena: ArenaBase
+    host_arena: ArenaBase | None
+    compute: Compute | CudaCompute  # makes the launches of copies on write
+    kernels: Compute | StagedCompute | CudaCompute  # writes and attends
+    filler: Fills | None
+    guards: Guards | None  # with debug
+    checksums: Checks | None  # with debug, where the host can read the device's memory
+    step_tensors: Callable[[Any], StepTensors] | None  # where a step's arrays have to be uploaded
+
+
+def make_parts(config: StoreConfig, layout: Layout, device: Device | None) -> Parts:
+    """Device, arenas and kernels of a config. Raises ``ConfigError``, ``DeviceUnavailable``; what
+    was made before a refusal is given back."""
+    made = make_device(config) if device is None else device
+    blocks = (config.device_blocks, config.host_blocks)
+    frames = [arena_frames(count, debug=config.debug) for count in blocks]
+    arenas: list[ArenaBase] = []
+    try:
+        for name, count in zip(("device", "host"), frames, strict=True):
+            if count:
+                host = name == "host"
+                arenas.append(made.new_arena(name, count, layout.frame_bytes, host=host))
+    except BaseException:
+        made.close()
+        for arena in arenas:
+            arena.close()
+        raise
+    host_arena = arenas[1] if len(arenas) > 1 else None
+    if made.name == "cuda":
+        return _cuda_parts(config, layout, made, arenas[0], host_arena)
+    return _host_parts(
+        config, layout, made, cast(Arena, arenas[0]), cast("Arena | None", host_arena)
+    )
+
+
+def _host_parts(
+    config: StoreConfig, layout: Layout, device: Device, arena: Arena, host: Arena | None
+) -> Parts:
+    """Both tiers in memory of the host."""
+    if device.simulated and layout.is_even:
+        for one in filter(None, (arena, host)):
+            one.num_pieces = layout.num_layers  # copies by layers are told apart
+    compute = Compute(
+        layout, arena, check=config.debug, k_scale=config.k_scale, v_scale=config.v_scale
+    )
+    checks: Checks | None = None
+    filler: Filler | None = None
+    if config.debug:
+        filler = checks = Checks(layout, arena, host)
+    elif config.zero_on_free != "never":
+        filler = Filler.of_zeros(layout, arena)
+    elif device.simulated:
+        filler = Poison(layout, arena, host)
+    kernels: Compute | StagedCompute = compute
+    if device.simulated:
+        late = config.sim is not None and config.sim.late_results
+        kernels = StagedCompute(compute, layout, device, arena, late_results=late)
+    return Parts(device, arena, host, compute, kernels, filler, checks, checks, None)
+
+
+def _cuda_parts(
+    config: StoreConfig, layout: Layout, device: Any, arena: Any, host: ArenaBase | None
+) -> Parts:
+    """The device tier on a GPU."""
+    from kvmem.store.cuda.compute import CudaCompute
+    from kvmem.store.cuda.guards import ZERO, CudaFiller, CudaGuards
+    from kvmem.store.cuda.step_tensors import StepTensors
+
+    compute = CudaCompute(
+        layout, arena, device, check=config.debug, k_scale=config.k_scale, v_scale=config.v_scale
+    )
+    filler: CudaFiller | None = None
+    guards: CudaGuards | None = None
+    if config.debug:
+        filler = guards = CudaGuards(device, arena)
+    elif config.zero_on_free != "never":
+        filler = CudaFiller(device, arena, ZERO)
+
+    def step_tensors(arrays: Any) -> StepTensors:
+        return StepTensors(device, arrays)
+
+    return Parts(device, arena, host, compute, compute, filler, guards, None, step_tensors)
 
 
 def make_device(config: StoreConfig) -> Device:
     """The device of ``config.device``. ``sync=True`` makes a simulated one run everything at once.
 
-    Raises ``ValueError`` for a name that Config would not have let through.
+    Raises ``ValueError`` for a name that Config would not have let through, ``DeviceUnavailable``
+    for a GPU that can't be used.
     """
     if config.device == "cpu":
         from kvmem.store.cpu import CpuDevice
@@ -25,4 +132,9 @@ def make_device(config: StoreConfig) -> Device:
         if config.sync:
             options = replace(options, mode="eager", starve=None, not_yet=0.0)
         return SimDevice(options)
-    raise ValueError(f"device {config.device!r} is unknown; known: 'cpu', 'sim'")
+    if config.device.partition(":")[0] == "cuda":
+        from kvmem.store.cuda import api
+        from kvmem.store.cuda.device import CudaDevice
+
+        return CudaDevice(api.open_cuda(config.device), sync=config.sync)
+    raise ValueError(f"device {config.device!r} is unknown; known: 'cpu', 'sim', 'cuda'")

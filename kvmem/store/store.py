@@ -25,20 +25,19 @@ from kvmem.errors import (
     TransferError,
 )
 from kvmem.fork import ForkGuard
-from kvmem.geometry import RESERVED_FRAMES, arena_frames
-from kvmem.store.arena import Arena
-from kvmem.store.checks import Checks, Filler, Poison
-from kvmem.store.compute import Compute
+from kvmem.geometry import RESERVED_FRAMES
+from kvmem.store.arena import ArenaBase
 from kvmem.store.device import Device, FrameIds, Moved, Stream, Ticket
 from kvmem.store.layout import Layout, StoreConfig
-from kvmem.store.making import make_device
+from kvmem.store.making import make_parts
+from kvmem.store.operands import Operands
 from kvmem.store.order import StepFences, TransferQueue, check_frames, own_copy
-from kvmem.store.staged import StagedCompute
 from kvmem.store.transfer import DEVICE, HOST, Slice, Transfers
 from kvmem.store.transfer_clock import TransferObserver
 
 if TYPE_CHECKING:
     from kvmem.plan import Plan
+    from kvmem.store.cuda.step_tensors import StepTensors
 
 Direction = Literal["out", "in"]
 
@@ -54,43 +53,20 @@ class Store:
         self.layout = Layout.of(config)
         self.debug = config.debug
         self.num_blocks = (config.device_blocks, config.host_blocks)
-        frame_bytes = self.layout.frame_bytes
-        self.device = make_device(config) if device is None else device
-        frames = [arena_frames(blocks, debug=config.debug) for blocks in self.num_blocks]
-        self._device_arena = self.device.new_arena("device", frames[0], frame_bytes, host=False)
-        self._host_arena: Arena | None = None
-        if frames[1]:
-            self._host_arena = self.device.new_arena("host", frames[1], frame_bytes, host=True)
-        if self.device.simulated and self.layout.is_even:
-            for arena in filter(None, (self._device_arena, self._host_arena)):
-                arena.num_pieces = self.layout.num_layers  # copies by layers are told apart
-        self._compute = Compute(
-            self.layout,
-            self._device_arena,
-            check=config.debug,
-            k_scale=config.k_scale,
-            v_scale=config.v_scale,
-        )
-        self._kernels: Compute | StagedCompute = self._compute
-        self._checks: Checks | None = None
-        filler: Filler | None = None
-        if config.debug:
-            filler = self._checks = Checks(self.layout, self._device_arena, self._host_arena)
-        elif config.zero_on_free != "never":
-            filler = Filler.of_zeros(self.layout, self._device_arena)
-        elif self.device.simulated:
-            filler = Poison(self.layout, self._device_arena, self._host_arena)
-        if self.device.simulated:
-            late = config.sim is not None and config.sim.late_results
-            self._kernels = StagedCompute(
-                self._compute, self.layout, self.device, self._device_arena, late_results=late
-            )
+        parts = make_parts(config, self.layout, device)
+        self.device = parts.device
+        self._device_arena, self._host_arena = parts.device_arena, parts.host_arena
+        self._compute = parts.compute
+        self._kernels: Any = parts.kernels  # those of a GPU take `Operands` as well
+        self._guards = parts.guards
+        #: Where a step's arrays have to be uploaded: makes its tensors. None: they are the host's.
+        self.step_tensors = parts.step_tensors
         # Guards the two below; held for a few list operations, never while anything waits.
         self._lock = threading.Lock()
         self._steps = StepFences(self.device)
         self._moves = Transfers(
             self.device, self.layout, (self._device_arena, self._host_arena), self._steps,
-            checks=self._checks, filler=filler,
+            checks=parts.checksums, filler=parts.filler,
         )  # fmt: skip
         self._transfers: dict[Direction, TransferQueue] = {
             "out": self._moves.out, "in": self._moves.into
@@ -213,6 +189,16 @@ class Store:
         """What made the device fail, or None. A failed store stays failed (R8)."""
         return self.device.error
 
+    def upload(self, arrays: Any) -> StepTensors:
+        """The arrays of a step on the GPU, where `step_tensors` says that they have to be there.
+        Queued on COMPUTE; raises as ``begin``. They stay as long as ``arrays`` are the step's."""
+        self.check_usable()
+        assert self.step_tensors is not None
+        if arrays.kept is not None:
+            arrays.kept.release()
+        arrays.kept = self.step_tensors(arrays)
+        return cast("StepTensors", arrays.kept)
+
     # --- bytes -------------------------------------------------------------------------------
 
     def write(
@@ -221,17 +207,20 @@ class Store:
         key: torch.Tensor,
         value: torch.Tensor,
         slot_mapping: NDArray[np.int64],
+        on_device: Operands | None = None,
     ) -> None:
         """Store K ``[num_tokens, num_kv_heads, head_dim]`` and V (``value_dim``) of one layer.
 
         ``slot_mapping`` int64 ``[num_tokens]``: frame * block_size + offset, -1 skips the token.
         Both of the config's ``dtype``; narrowed to its ``kv_dtype`` where that is another.
+        ``on_device``, for a GPU: the slots there; without it they are uploaded.
         Slots are trusted, except with ``debug``. Raises ``ShapeError`` or ``TypeError`` for a
         wrong tensor (with ``debug`` also for NaN), ``ValueError`` for a slot out of range; nothing
         is written then.
         """
         self._check_open()
-        self._kernels.write(layer, key, value, slot_mapping)
+        more = {} if on_device is None else {"on_device": on_device}
+        self._kernels.write(layer, key, value, slot_mapping, **more)
 
     def attend(
         self,
@@ -249,6 +238,7 @@ class Store:
         sinks: ArrayLike | torch.Tensor | None = None,
         return_lse: bool = False,
         out: torch.Tensor | None = None,
+        on_device: Operands | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of a mixed batch over one layer's paged K/V, causal.
 
@@ -256,10 +246,12 @@ class Store:
         frame ``table[table_start[i] + j]``; row i has ``query_start[i + 1] - query_start[i]``
         queries, the last ones of its ``seq_lens[i]`` tokens (int32 or int64). Returns
         ``[num_tokens, num_heads, value_dim]`` (in ``out`` if given) and with ``return_lse`` the
-        natural log-sum-exp, float32 ``[num_tokens, num_heads]``. Tables are checked (case 69).
+        natural log-sum-exp, float32 ``[num_tokens, num_heads]``. Tables are checked (case 69),
+        but for those that lie on a GPU already (``on_device``).
         Raises ``ShapeError``, ``TypeError`` or ``ValueError`` before anything is computed.
         """
         self._check_open()
+        more = {} if on_device is None else {"on_device": on_device}
         return self._kernels.attend(
             layer,
             query,
@@ -274,6 +266,7 @@ class Store:
             sinks=sinks,
             return_lse=return_lse,
             out=out,
+            **more,
         )
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -300,7 +293,7 @@ class Store:
                 f"{self.num_blocks[tier]}"
             )
         arena = self._device_arena if tier == DEVICE else self._host_arena
-        self.device.read_back(cast(Arena, arena), np.array([frame], np.int32))
+        self.device.read_back(cast(ArenaBase, arena), np.array([frame], np.int32))
         return key[frame], value[frame]
 
     # --- state -------------------------------------------------------------------------------
@@ -324,7 +317,7 @@ class Store:
         counts["host_arena_bytes"] = self._host_arena.num_bytes if self._host_arena else 0
         return counts
 
-    def arenas(self) -> dict[str, Arena]:
+    def arenas(self) -> dict[str, ArenaBase]:
         """The arenas by the name of their tier, for reports. Raises ``ManagerClosed``."""
         self._check_open()
         both = {"device": self._device_arena, "host": self._host_arena}
@@ -334,12 +327,12 @@ class Store:
         """Breaches of the guard and null frames, and of device frames that are free and whose
         fill is known to be done, in words; empty without ``debug``."""
         self._check_open()
-        if self._checks is None:
+        if self._guards is None:
             return []
         if free is None or not len(free):
-            return self._checks.breaches()
+            return self._guards.breaches()
         self.device.read_back(self._device_arena, free)
-        return self._checks.breaches() + self._checks.written(free)
+        return self._guards.breaches() + self._guards.written(free)
 
     @property
     def closed(self) -> bool:

@@ -15,9 +15,9 @@ import numpy as np
 
 from kvmem.errors import CorruptEntry
 from kvmem.plan import Plan
-from kvmem.store.arena import Arena
-from kvmem.store.checks import Checks, Filler
-from kvmem.store.device import Device, Fence, FrameIds, Moved, Stream, Ticket, num_runs
+from kvmem.store.arena import ArenaBase
+from kvmem.store.checks import Checks
+from kvmem.store.device import Device, Fence, Fills, FrameIds, Moved, Stream, Ticket, num_runs
 from kvmem.store.layout import Layout
 from kvmem.store.order import Ids, StepFences, TransferQueue, check_frames, check_order, own_copy
 from kvmem.store.transfer_clock import TransferObserver, copy_watched
@@ -48,11 +48,11 @@ class Transfers:
         self,
         device: Device,
         layout: Layout,
-        arenas: tuple[Arena, Arena | None],
+        arenas: tuple[ArenaBase, ArenaBase | None],
         steps: StepFences,
         *,
         checks: Checks | None,
-        filler: Filler | None,
+        filler: Fills | None,
     ) -> None:
         self._device, self._layout = device, layout
         self._device_arena, self._host_arena = arenas
@@ -131,7 +131,7 @@ class Transfers:
         asked = 0 < plan.in_layers < self._layout.num_layers
         return asked and self._layout.is_even and self._checks is None
 
-    def _copy_by_layers(self, plan: Plan, into: Ids, source: Arena, ticket: Ticket) -> None:
+    def _copy_by_layers(self, plan: Plan, into: Ids, source: ArenaBase, ticket: Ticket) -> None:
         """A copy and a fence for every ``in_layers`` layers, first layers first. A layer of a frame
         is a frame of the arena's pieces, so no device knows of layers."""
         device, layers = self._device, self._layout.num_layers

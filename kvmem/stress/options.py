@@ -90,7 +90,7 @@ class StressOptions:
         self.config(0)
         if self.faults and self.device != "sim":
             raise ConfigError(
-                f"faults={self.faults} needs device='sim': nothing injects faults on the CPU"
+                f"faults={self.faults} needs device='sim': nothing injects faults elsewhere"
             )
         integer("seed", self.seed, low=0, high=MAX_SEED, error=ConfigError)
         if self.switch_interval is not None:

@@ -141,7 +141,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["stress", "--faults", "0.1"], r"--faults=0.1 needs --device='sim'"),
     (["stress", "--device", "sim", "--faults", "2"], r"--faults=2.0 .*give a share 0 to 0.5"),
     (["stress", "--switch-interval", "0"], r"--switch-interval=0.0 is out of range"),
-    (["stress", "--device", "cuda"], r"--device='cuda' is not in this version; supported: 'cpu'"),
+    (["stress", "--device", "cuda:x"], r"--device='cuda:x' is unknown; known: 'cpu'"),
     (["stress", "--device", "gpu"], r"--device='gpu' is unknown"),
     (["stress", "--dtype", "fp8"], r"--dtype='fp8' is not in this version"),
     (["stress", "--block-size", "48"], r"--block-size=48 must be a power of two"),

@@ -12,7 +12,7 @@ import pytest
 
 import kvmem
 from kvmem import budget
-from kvmem.config import check_memory
+from kvmem.memory_check import check_memory
 from tests.report.fake_host import MACHINE, MIB, SENTINEL, FakeGroups
 
 

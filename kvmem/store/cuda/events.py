@@ -1,0 +1,52 @@
+"""Fences of a CUDA device: events that are used again."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from kvmem.store.cuda.api import Cuda
+from kvmem.store.device import Fence
+
+
+class EventPool:
+    """Events that nobody asks for any more. Thread-safe, as its deque is.
+
+    An event may be recorded anew while a stream still waits for its last record: a wait means what
+    was recorded when it was queued. So an event comes back when its fence is dropped, reached or
+    not; none is made in the steady state.
+    """
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._free: deque[Any] = deque()
+        self.num_made = 0
+
+    def take(self) -> Any:
+        """An event to record."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            self.num_made += 1
+            return self._cuda.new_event()
+
+    def give(self, event: Any) -> None:
+        """Take an event back."""
+        self._free.append(event)
+
+
+class CudaFence(Fence):
+    """An event of the pool from `record` on; it goes back there with the fence."""
+
+    __slots__ = ("_pool", "event", "reached")
+
+    def __init__(self, label: str, pool: EventPool) -> None:
+        super().__init__(label)
+        self._pool = pool
+        self.event: Any = None
+        self.reached = False
+
+    def __del__(self) -> None:
+        event = getattr(self, "event", None)
+        if event is not None:
+            self._pool.give(event)

@@ -1,0 +1,39 @@
+"""Host memory that a GPU copies from and to: exact, page-locked as far as the system allows."""
+
+from __future__ import annotations
+
+from kvmem.store.arena import Arena
+from kvmem.store.cuda.api import Cuda
+from kvmem.store.cuda.pinning import Pinned, Progress, pin
+
+
+class HostArena(Arena):
+    """An arena that is page-locked for CUDA's copies, and unlocked before it is unmapped.
+
+    Where locking is refused the rest stays pageable: copies of it are right, but slower, and they
+    hold up who submits them. ``pinned.reason`` says why, once in the log too. Raises as `pin`; the
+    memory is given back then.
+    """
+
+    def __init__(
+        self,
+        cuda: Cuda,
+        name: str,
+        num_frames: int,
+        frame_bytes: int,
+        *,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__(name, num_frames, frame_bytes)
+        try:
+            with cuda.here():
+                self.pinned: Pinned = pin(cuda.runtime, self.bytes, progress=progress)
+        except BaseException:
+            super().close()
+            raise
+
+    def close(self) -> None:
+        """Unlock, then give the memory back. The device must be done with it."""
+        if not self.closed:
+            self.pinned.unpin()
+        super().close()

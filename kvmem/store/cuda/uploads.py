@@ -1,0 +1,115 @@
+"""Small host arrays on their way to the GPU: page-locked memory, a twin on the GPU, one copy.
+
+A buffer is used again when the GPU has passed the event that its last user recorded; until then
+another one is taken, so nobody waits. In the steady state there are as many as steps and transfers
+under way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cuda_kernels.cuda.array import DeviceArray
+from kvmem.store.cuda.api import HOST_TO_DEVICE, Cuda
+
+#: Arrays start at multiples of it; the smallest buffer.
+ALIGNMENT, SMALLEST = 64, 4096
+
+
+class _Buffer:
+    """Page-locked memory and its twin on the GPU."""
+
+    __slots__ = ("device", "event", "host", "host_bytes")
+
+    def __init__(self, cuda: Cuda, num_bytes: int) -> None:
+        self.host = cuda.empty(num_bytes, True)
+        self.host_bytes: NDArray[np.uint8] = self.host.numpy()
+        self.device = cuda.empty(num_bytes, False)
+        self.event: Any = cuda.new_event()
+
+
+class Upload:
+    """Arrays that a stream has on the GPU from here on, until `release`."""
+
+    __slots__ = ("_buffer", "_places", "_uploads", "arrays")
+
+    def __init__(
+        self,
+        uploads: Uploads,
+        buffer: _Buffer,
+        places: list[int],
+        arrays: list[DeviceArray],
+    ) -> None:
+        self._uploads, self._buffer, self._places = uploads, buffer, places
+        self.arrays = arrays  # as the kernels take them, in the order given
+
+    def tensor(self, index: int, dtype: torch.dtype) -> torch.Tensor:
+        """One of the arrays as a tensor of its shape. ~3 us."""
+        array, place = self.arrays[index], self._places[index]
+        size = int(np.prod(array.shape)) * array.itemsize
+        return self._buffer.device[place : place + size].view(dtype).view(array.shape)
+
+    def release(self, stream: Any) -> None:
+        """All that reads the arrays was given to the torch stream; they are another's next."""
+        self._uploads.give_back(self._buffer, stream)
+
+
+class Uploads:
+    """The buffers of one GPU. Thread-safe."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._lock = threading.Lock()
+        self._free: dict[int, deque[_Buffer]] = {}  # by size, those asked for last behind
+        self.num_buffers = 0
+
+    def upload(self, queue: Any, arrays: Sequence[NDArray[Any]]) -> Upload:
+        """Queue one copy of C-contiguous arrays to the GPU on a torch stream.
+
+        They may be written again at once. Raises CudaError. O(bytes).
+        """
+        places, end = [], 0
+        for array in arrays:
+            places.append(end)
+            end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        buffer = self._take(max(end, 1))
+        for array, place in zip(arrays, places, strict=True):
+            flat = array.reshape(-1).view(np.uint8)
+            buffer.host_bytes[place : place + array.nbytes] = flat
+        address = buffer.device.data_ptr()
+        if end:
+            kind: Any = self._cuda.runtime.cudaMemcpyKind(HOST_TO_DEVICE)
+            source = buffer.host.data_ptr()
+            with self._cuda.here():
+                self._cuda.call("cudaMemcpyAsync", address, source, end, kind, queue.cuda_stream)
+        found = [
+            DeviceArray(address + place, array.shape, array.dtype, self._cuda.kernels)
+            for array, place in zip(arrays, places, strict=True)
+        ]
+        return Upload(self, buffer, places, found)
+
+    def _take(self, num_bytes: int) -> _Buffer:
+        size = max(SMALLEST, 1 << (num_bytes - 1).bit_length())
+        with self._lock:
+            free = self._free.setdefault(size, deque())
+            if free and free[0].event.query():
+                return free.popleft()
+            self.num_buffers += 1
+        return _Buffer(self._cuda, size)
+
+    def give_back(self, buffer: _Buffer, stream: Any) -> None:
+        """Record the buffer's event on its last stream and keep it."""
+        buffer.event.record(stream)
+        with self._lock:
+            self._free[len(buffer.host_bytes)].append(buffer)
+
+    def close(self) -> None:
+        """Drop all buffers."""
+        self._free.clear()

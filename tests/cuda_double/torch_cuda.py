@@ -1,0 +1,110 @@
+"""The double of the module torch.cuda: what kvmem asks of it, no more."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.cuda_double.memory import Memory
+from tests.cuda_double.streams import Mark, Streams
+
+
+class Stream:
+    """A stream, by its handle."""
+
+    def __init__(self, streams: Streams, priority: int) -> None:
+        self._streams, self.priority = streams, priority
+        self.cuda_stream = streams.new()
+        if priority == 0:
+            streams.prompt.add(self.cuda_stream)
+
+    def wait_event(self, event: Event) -> None:
+        assert not event.capturing, "a wait for an event of a graph"
+        self._streams.wait(self.cuda_stream, event.mark)
+
+    def query(self) -> bool:
+        self._streams._turns(4)
+        return not self._streams.queues[self.cuda_stream]
+
+    def synchronize(self) -> None:
+        self._streams.synchronize(self.cuda_stream)
+
+
+class Event:
+    """An event: its last record counts."""
+
+    def __init__(self, streams: Streams, enable_timing: bool) -> None:
+        self._streams, self._timing = streams, enable_timing
+        self.mark: Mark | None = None
+        self.capturing = False
+
+    def record(self, stream: Stream) -> None:
+        self.mark = self._streams.record(stream.cuda_stream)
+
+    def query(self) -> bool:
+        return self._streams.query(self.mark)
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds of the double's time."""
+        assert self._timing and end._timing and self.mark and end.mark
+        return (end.mark.ended - self.mark.ended) * 1000
+
+
+class TorchCuda:
+    """Streams and events of one GPU, number ``ordinal``; another one is current at first."""
+
+    def __init__(self, streams: Streams, memory: Memory, ordinal: int) -> None:
+        self._streams, self._memory, self.ordinal = streams, memory, ordinal
+        self._local = threading.local()
+        self._default = Stream(streams, 0)
+        self.capturing = False
+        self.num_events = 0
+
+    def Stream(self, *, device: int, priority: int = 0) -> Stream:
+        assert device == self.ordinal
+        return Stream(self._streams, priority)
+
+    def Event(self, *, enable_timing: bool = False) -> Event:
+        self.num_events += 1
+        return Event(self._streams, enable_timing)
+
+    def current_stream(self, device: int) -> Stream:
+        assert device == self.ordinal
+        return getattr(self._local, "stream", self._default)
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before = self.current_stream(self.ordinal)
+        self._local.stream = stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def current_device(self) -> int:
+        return getattr(self._local, "device", 0)
+
+    @contextmanager
+    def device(self, ordinal: int) -> Iterator[None]:
+        before = self.current_device()
+        self._local.device = ordinal
+        try:
+            yield
+        finally:
+            self._local.device = before
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing
+
+    def mem_get_info(self, device: int) -> tuple[int, int]:
+        return self._memory.capacity - self._memory.used, self._memory.capacity
+
+    class MemPool:
+        """A pool; the double's allocator has no others."""
+
+    @contextmanager
+    def use_mem_pool(self, pool: Any, device: int) -> Iterator[None]:
+        assert isinstance(pool, self.MemPool) and self.current_device() == device
+        yield

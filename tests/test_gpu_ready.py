@@ -441,6 +441,10 @@ def test_acceptable() -> None:
     assert not correctness.acceptable(checks(True, False, None))
     assert not correctness.acceptable(checks(None))
     assert not correctness.acceptable([])
+    # A Manager's fault is told, and the figures of the kernels are still figures.
+    manager = Check("manager", False, "", 0.0, "")
+    assert correctness.acceptable([*checks(True), manager])
+    assert not correctness.acceptable([manager])
 
 
 def test_what_the_sanitizer_says() -> None:
@@ -474,9 +478,12 @@ def test_the_command_of_the_tests_finds_them() -> None:
     """It collects every test of tests/gpu with its own settings, those for the sanitizer, too."""
     import subprocess
 
-    for more, least in (([], 40), (["-k", correctness.REDUCED], 8)):
+    kernels = ["--ignore", correctness.MANAGER, correctness.TESTS]
+    for more, least in (
+        (kernels, 40), ([*kernels, "-k", correctness.REDUCED], 8), ([correctness.MANAGER], 4),
+    ):  # fmt: skip
         done = subprocess.run(
-            [*correctness.pytest_command(), "--collect-only", *more], capture_output=True,
+            [*correctness.pytest_command(*more), "--collect-only"], capture_output=True,
             text=True, cwd=correctness.ROOT, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr

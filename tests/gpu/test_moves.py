@@ -70,6 +70,24 @@ def test_write_kv(seed: int, device: Any) -> None:
         check(a["arena"], expected)
 
 
+def test_write_kv_in_fp8(seed: int, device: Any) -> None:
+    for rng in draws(seed, device):
+        a = WRITE.make_inputs(
+            rng, dtype=str(rng.choice(list(WRITE.tolerance))), kv_dtype="fp8_e4m3",
+            num_tokens=int(rng.choice([0, 1, 17, 100])), num_kv_heads=int(rng.integers(1, 9)),
+            head_dim=int(rng.choice([7, 64, 128])), value_dim=int(rng.choice([9, 64, 128])),
+            block_size=int(rng.choice([1, 16, 64])), layout=str(rng.choice(["HND", "NHD"])),
+        )  # fmt: skip
+        expected = WRITE.reference(a)
+        no_scales = dict.fromkeys(("key_scale", "value_scale"))
+        try:
+            cuda_kernels.write_kv(**on_device(device, a | no_scales, "arena"))
+        except ValueError as error:
+            pytest.skip(str(error))
+        cuda_kernels.write_kv(**on_device(device, a, "arena"))
+        check(a["arena"], expected)
+
+
 def test_copy_blocks(seed: int, device: Any) -> None:
     for rng in draws(seed, device):
         pairs = int(rng.integers(0, 20))

@@ -22,9 +22,10 @@ from cuda_kernels.cuda.registry import shipped_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = "tests/gpu"
+MANAGER = f"{TESTS}/test_manager.py"  # its failure says nothing of the kernels' figures
 #: What runs under the sanitizer, which is slow: one or two shapes of each kind of kernel.
 REDUCED = "write_kv or copy_blocks or move_frames or pieces or few"
-SANITIZER = "compute-sanitizer"
+SANITIZER, SANITIZER_TOOLS = "compute-sanitizer", ("memcheck", "racecheck")
 _FOUND = 86  # the sanitizer's exit status where it found something
 _FAULT = re.compile(r"Invalid __\w+__|\bhazards?\b.*\b[1-9]|Race reported|out of bounds|misaligned")
 
@@ -64,7 +65,9 @@ def compile_all(
 def run_checks(
     seconds: dict[str, float], shapes: int, say: Callable[[str], None], logs: Path | None = None
 ) -> list[Check]:
-    """The tests, then those under memcheck and racecheck if the first passed.
+    """Tests of the kernels, then of a Manager, then some under memcheck and racecheck.
+
+    After a failure of the first nothing else runs.
 
     ``seconds`` limits each by name; ``shapes`` multiplies the generated shapes; what each printed
     goes to a file of ``logs``.
@@ -78,28 +81,31 @@ def run_checks(
         ),
     }
     say(f"KVMEM_SEED={environment['KVMEM_SEED']}")
-    checks = [run_check("tests", [*pytest_command()], environment, seconds["tests"], say, logs)]
+    kernels = pytest_command("--ignore", MANAGER, TESTS)
+    checks = [run_check("tests", kernels, environment, seconds["tests"], say, logs)]
     if checks[0].passed is not True:
         return checks
+    manager = pytest_command(MANAGER)
+    checks.append(run_check("manager", manager, environment, seconds["manager"], say, logs))
     program = shutil.which(SANITIZER)
     # Each tensor in an allocation of its own: else the sanitizer sees one large one.
     alone = environment | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "KVMEM_GPU_SHAPES": "1",
                            "KVMEM_GPU_SANITIZER": "1"}  # fmt: skip
-    for tool in ("memcheck", "racecheck"):
+    for tool in SANITIZER_TOOLS:
         if program is None:
             checks.append(Check(tool, None, f"absent: no {SANITIZER} on PATH", 0.0, ""))
             continue
-        command = [program, "--tool", tool, "--error-exitcode", str(_FOUND), *pytest_command()]
+        command = [program, "--tool", tool, "--error-exitcode", str(_FOUND), *kernels]
         checks.append(run_check(tool, [*command, "-k", REDUCED], alone, seconds[tool], say, logs))
     return checks
 
 
-def pytest_command() -> list[str]:
-    """pytest on tests/gpu with settings that need no plugin and no package but those named."""
+def pytest_command(*more: str) -> list[str]:
+    """pytest with settings that need no plugin and no package but those named."""
     return [
         sys.executable, "-m", "pytest", "-q", "--maxfail", "8", "-m", "gpu",
         "-c", f"{TESTS}/pytest.ini", "--rootdir", str(ROOT), "--confcutdir", TESTS,
-        "-p", "no:cacheprovider", TESTS,
+        "-p", "no:cacheprovider", *more,
     ]  # fmt: skip
 
 
@@ -134,10 +140,11 @@ def run_check(
         say("\n".join(lines[-60:]))
     passed: bool | None = status == 0
     summary = judge(name, lines)
-    if name != "tests" and status and not is_fault(lines):
+    if name in SANITIZER_TOOLS and status and not is_fault(lines):
         passed = None  # the sanitizer itself could not run here
     if status == 0 and not any(" passed" in line for line in lines):
-        passed, summary = False, f"no test ran: {summary}"
+        # A Manager's may be skipped; kernels are there to be tested.
+        passed, summary = (False if name == "tests" else None), f"no test ran: {summary}"
     return Check(name, passed, summary, round(time.monotonic() - begin, 1), _shown(command))
 
 
@@ -145,7 +152,7 @@ def judge(name: str, lines: list[str]) -> str:
     """The line that says most: pytest's last one, and the sanitizer's count."""
     found = [line for line in lines if " passed" in line or " failed" in line or " skipped" in line]
     found = found[-1:]
-    if name != "tests":
+    if name in SANITIZER_TOOLS:
         found += [line.strip("= ") for line in lines if "SUMMARY" in line][-1:]
     return "; ".join(line.strip("= ") for line in found) or " ".join(lines[-1:])[:200]
 
@@ -160,9 +167,10 @@ def is_fault(lines: list[str]) -> bool:
 
 
 def acceptable(checks: list[Check]) -> bool:
-    """Whether to measure: the tests passed, and nothing found a fault."""
-    tests = [check for check in checks if check.name == "tests"]
-    return bool(tests) and tests[0].passed is True and all(c.passed is not False for c in checks)
+    """Whether to measure: the kernels' tests passed, and no check of kernels found a fault."""
+    kernels = [check for check in checks if check.name != "manager"]
+    passed = any(check.name == "tests" and check.passed for check in kernels)
+    return passed and all(check.passed is not False for check in kernels)
 
 
 def as_data(checks: list[Check]) -> list[dict[str, Any]]:

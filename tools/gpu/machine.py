@@ -97,7 +97,7 @@ def find_missing(
         except importlib.metadata.PackageNotFoundError:
             lines.append(f"{name} is not installed ({purpose}): {advice}")
             continue
-        wanted = _outside(version, least, below)
+        wanted = outside(version, least, below)
         if wanted:
             warnings.append(f"{name} {version} is not {wanted}, what kvmem is tested with")
     for name, packages in LIBRARIES.items():
@@ -143,7 +143,7 @@ def has_nvcc() -> bool:
     return shutil.which("nvcc") is not None
 
 
-def _outside(version: str, least: str, below: str) -> str:
+def outside(version: str, least: str, below: str) -> str:
     """The allowed range if a version is outside it, else empty."""
     number = _numbers(version)
     if (least and number < _numbers(least)) or (below and number >= _numbers(below)):

@@ -24,7 +24,7 @@ from tests.gpu.device import TorchDevice
 from tests.ptx.device import InterpretedDevice, needs_compiler
 from tests.ptx.machine import Buffer
 from tools import bench_gpu
-from tools.gpu import attention, correctness, kv, limits, moves
+from tools.gpu import attention, correctness, kv, limits, machine, moves
 from tools.gpu.clock import Budget, CudaClock, Spread, Timing, measure
 from tools.gpu.correctness import Check
 from tools.gpu.kv import Case
@@ -116,6 +116,20 @@ def test_a_driver_that_does_not_start() -> None:
 
     assert "error 999" in read_driver(lambda name: Library()).problem
     assert "libcuda.so.1" in read_driver(refuse).problem
+
+
+def test_facts_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        name, major, minor, multi_processor_count, L2_cache_size = "made up", 9, 0, 7, 8
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda ordinal: Properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3, 4))
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    found = machine.facts()
+    json.dumps(found)
+    assert (found["name"], found["compute_capability"], found["l2_bytes"]) == ("made up", "9.0", 8)
+    assert (found["free_bytes"], found["memory_bytes"], found["driver"]) == (3, 4, "unknown")
+    assert found["software"]["numba"] == importlib.metadata.version("numba")
 
 
 @pytest.mark.parametrize(("no_gpu", "status"), [(True, 0), (False, 2)])

@@ -85,11 +85,11 @@ def test_prompt(seed: int, device: Any, dtype: str) -> None:
         ]
         cached = [int(rng.choice([0, 5, 700 if long else 40])) for _ in news]
         rules = {"window": int(rng.integers(1, 200))} if rng.random() < 0.3 else {}
-        kv_heads = int(rng.integers(1, 3))
+        kv_heads, dims = int(rng.integers(1, 3)), int(rng.choice([64, 96, 128]))
         a = SPEC.make_inputs(
             rng, dtype=dtype, seq_lens=[n + c for n, c in zip(news, cached, strict=True)],
             query_lens=news, num_heads=kv_heads * int(rng.choice([1, 4, 7])),
-            num_kv_heads=kv_heads, head_dim=(dims := int(rng.choice([64, 128]))), value_dim=dims,
+            num_kv_heads=kv_heads, head_dim=dims, value_dim=dims,
             block_size=int(rng.choice([16, 64])), alignment=8, **rules,
         )  # fmt: skip
         attend(device, a)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -130,6 +131,8 @@ class PagedBatch:
         }  # fmt: skip
         if case.kv_dtype:
             made["kv_dtype"] = case.kv_dtype
+        if "max_query_len" in inspect.signature(cuda_kernels.paged_attention).parameters:
+            made["max_query_len"] = case.new  # engines know it; it may spare a launch
         if case.new == 1:
             count = workspace_elements(case.batch, case.heads, case.dims, case.context)
             self.workspace = bench.torch.empty(

@@ -237,3 +237,20 @@ def test_wrong_tensors_change_nothing(doubles: list[Double]) -> None:
     assert not twin.gpu._runtime.sampled
     twin.check()
     twin.close()
+
+
+def test_what_arrives_in_an_open_step_is_published_when_that_ends(doubles: list[Double]) -> None:
+    """Publishing may merge: the step's kernels would go on with a table that is no more."""
+    twin = Twin(doubles)
+    twin.create([1, 2, 3])
+    for _ in range(2):
+        twin.step(twin.live)
+    gpu, stats = twin.live[0][0], twin.gpu.stats
+    with twin.gpu.step([gpu]) as step:
+        published = stats().blocks_published
+        assert len(gpu.tokens) == 5  # waits, and learns
+        assert stats().blocks_published == published
+        zeros = torch.zeros(step.num_tokens, 1, 4)
+        step.write(0, zeros, zeros)
+    assert stats().blocks_published == 1
+    twin.close()

@@ -87,7 +87,7 @@ class Streams:
         #: Streams that torch works on too: torch's work runs at once here, so theirs does as well,
         #: as far as it can.
         self.prompt: set[int] = set()
-        self.num_checked = 0
+        self.num_checked = self.num_host_waits = 0
         self.now = 0.0  # seconds of the double's own time, for events that measure
 
     @locked
@@ -183,6 +183,7 @@ class Streams:
     @locked
     def synchronize(self, handle: int) -> None:
         """The host waits for all of a stream."""
+        self.num_host_waits += 1
         self.settle(handle)
         self._learn(self.clocks[handle])
 

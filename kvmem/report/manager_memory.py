@@ -109,6 +109,8 @@ def _arena_memory(tier: str, arena: ArenaBase, *, on_gpu: bool) -> ArenaMemory:
             found.memory = f"{part}page-locked host memory"
         if pinned.reason is not None:
             found.reasons["pinned_bytes"] = pinned.reason
+        if pinned.numa_reason is not None:
+            found.reasons["numa_node"] = pinned.numa_reason
     found.held_bytes = found.reasons.get_or_say(
         "held_bytes", partial(present_bytes, arena.bytes.ctypes.data, total)
     )

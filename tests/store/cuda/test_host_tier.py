@@ -21,7 +21,7 @@ def doubles(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[Double]:
 
 
 def test_stats_tell_the_ways_and_what_is_page_locked(doubles: list[Double]) -> None:
-    with Driver(device="cuda", device_blocks=40, host_blocks=40) as d:
+    with Driver(device="cuda", device_blocks=40, host_blocks=40, debug=False) as d:
         seqs = [d.create(tokens_of(104 * n, 100 * n)) for n in range(1, 8)]
         d.step(seqs)
         d.manager.swap_out(seqs[::2])

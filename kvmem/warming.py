@@ -23,6 +23,7 @@ from numba.core.dispatcher import Dispatcher
 from kvmem.checks import shown
 from kvmem.config import Config
 from kvmem.manager import Manager
+from kvmem.sequence import Sequence
 from kvmem.step import Step
 
 #: Called before each stage with (stages done, stages in all, what comes next), and once at the end
@@ -138,8 +139,17 @@ class _Rehearsal:
         manager.append([seq], [1])
         manager.append([other], [1, 2], counts=[2], draft=True)
         manager.accept([other], [1], [3])
+        self._learn_tokens([seq])
         manager.truncate([seq, other], size)
         manager.free([seq, other])
+
+    def _learn_tokens(self, seqs: list[Sequence]) -> None:
+        """As `append` does with tokens of a GPU: appended now, known later."""
+        runtime = self.manager._runtime
+        records = np.array([seq._record for seq in seqs], np.int32)
+        counts = np.ones(len(seqs), np.int64)
+        runtime.ledger.append_unknown(records, counts)
+        runtime.submit(runtime.ledger.learn(records, counts, np.ones(len(seqs), np.int32)))
 
     def steps(self) -> None:
         """Plan, compute, publish; one step that is given up."""

@@ -27,6 +27,9 @@ class HostArena(Arena):
         progress: Progress | None = None,
     ) -> None:
         super().__init__(name, num_frames, frame_bytes)
+        # A forked child gets none of it: older kernels would part the pages that the GPU knows from
+        # those that this process goes on writing to, newer ones copy all of them.
+        self._advise("MADV_DONTFORK")
         try:
             with cuda.here():
                 node = _node_of(cuda) if numa_node == OF_GPU else numa_node

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,24 @@ def test_progress_hears_of_it_and_may_end_it(doubles: list[Double]) -> None:
     assert not doubles[-1].memory.registered
     history = [what for what, _, _ in doubles[-1].memory.history]
     assert history == ["registered", "unregistered"]
+
+
+def test_a_forked_child_gets_no_page_locked_memory(doubles: list[Double]) -> None:
+    with Driver(device="cuda") as d:
+        seq = d.create(tokens_of(8))
+        d.step([seq])
+        d.manager.swap_out([seq]).wait(30)
+        address = d.store._host_arena.address
+        child = os.fork()
+        if not child:
+            starts = {
+                line.split("-")[0] for line in Path("/proc/self/maps").read_text().split("\n")
+            }
+            os._exit(3 if f"{address:08x}" in starts else 0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        d.manager.evict(8)
+        d.manager.swap_in([seq])
+        d.check_content()
 
 
 def test_the_host_tier_lies_on_the_node_of_the_gpu(

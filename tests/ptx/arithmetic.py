@@ -92,7 +92,19 @@ def add_like(function: Function) -> Decoder:
     return decode
 
 
+def multiply_halves(a: Values, b: Values) -> Values:
+    """Two float16 products in a word, each rounded once; subnormals are kept."""
+    halves = (
+        np.multiply(*(((x >> np.uint32(at)).astype(np.uint16)).view(np.float16) for x in (a, b)))
+        for at in (0, 16)
+    )
+    low, high = (np.asarray(half).view(np.uint16).astype(np.uint32) for half in halves)
+    return low | (high << np.uint32(16))
+
+
 def multiply(ins: Instruction) -> Step:
+    if ins.modifiers == ("rn", "f16x2"):
+        return pointwise(ins, ("b32", "b32"), multiply_halves, "b32")
     kind = type_of(ins, FLOATS + INTEGERS)
     if kind in FLOATS:
         only(ins, {"rn", "ftz"})

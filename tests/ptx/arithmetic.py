@@ -149,12 +149,18 @@ def fused_multiply_add(ins: Instruction) -> Step:
     return pointwise(ins, (kind, kind, kind), fused, kind)
 
 
+def divided(a: Values, b: Values) -> Values:
+    """a / b; every NaN becomes the same one, without a sign."""
+    found = np.divide(a, b)
+    return np.where(np.isnan(found), np.asarray(np.nan, found.dtype), found)
+
+
 def divide_like(function: Function) -> Decoder:
     def decode(ins: Instruction) -> Step:
         kind = type_of(ins, INTEGERS + (FLOATS if ins.opcode == "div" else ()))
         if kind in FLOATS:
             only(ins, {"rn", "approx", "full", "ftz"})
-            return pointwise(ins, (kind, kind), np.divide, kind)
+            return pointwise(ins, (kind, kind), divided, kind)
         only(ins, set())
         step = pointwise(ins, (kind, kind), function, kind)
         inner = step.execute

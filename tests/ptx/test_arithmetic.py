@@ -332,6 +332,13 @@ def test_pairs_of_fp8_are_widened() -> None:
         assert np.array_equal(np.signbit(wide), part >= 128)
 
 
+def test_a_quotient_that_is_nan_has_no_sign() -> None:
+    rows: list[tuple[int, ...]] = [(0xFFC00001, bits_of(2.0)), (0, 0), (bits_of(-1.0), 0)] * 11
+    found = evaluate("div.rn.f32", rows[:32], 32, 32)
+    assert [math.isnan(float_of(x)) and x < 1 << 31 for x in found[:2]] == [True, True]
+    assert found[2] == bits_of(-math.inf)
+
+
 def test_division_by_zero_raises() -> None:
     with pytest.raises(PtxError, match="division by zero"):
         evaluate("div.u32", [(5, 0)] * 32, 32, 32)

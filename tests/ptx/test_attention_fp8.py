@@ -111,6 +111,8 @@ def test_attention_over_fp8(
         arguments = draw(rng, cores, key, split)
         run(device, arguments, cores, cut=rng.random() < 0.6)
         check(arguments)
+        if not device.launched:  # no tokens were drawn
+            continue
         (first, _), *rest = device.launched
         assert first.source is FP8_KERNELS[cores][key]
         merge = MERGE_KERNELS[STORAGE_DTYPES[arguments["dtype"]].kind]

@@ -11,7 +11,7 @@ import pytest
 import cuda_kernels
 from cuda_kernels.cache_write.cuda_call import FP8_KERNELS
 from cuda_kernels.cache_write.spec import SPEC as WRITE
-from cuda_kernels.dtypes import STORAGE_DTYPES, float_to_bits
+from cuda_kernels.dtypes import FP8_VALUES, STORAGE_DTYPES, float_to_bits
 from tests.ptx.device import InterpretedDevice, needs_compiler
 from tests.ptx.errors import OutOfBounds
 from tests.ptx.test_moves import cuts, integers, on_device, same_bits
@@ -66,15 +66,15 @@ def test_every_number_of_sixteen_bits(
     assert np.unique(found).size == 256
 
 
-def singles(seed: int) -> np.ndarray:
-    """float32: every number of fp8_e4m3, every tie, neighbours of both; all sizes; the odd ones."""
+def singles(seed: int, scale: float) -> np.ndarray:
+    """float32: every number of fp8_e4m3, every tie, neighbours of both, also times the scale; all
+    sizes; the odd ones.
+    """
     rng = np.random.default_rng(seed)
-    finite = np.arange(127).astype(np.uint8)
-    from cuda_kernels.dtypes import FP8_VALUES
-
-    exact = FP8_VALUES[finite]
+    exact = FP8_VALUES[:127]
     ties = ((exact[1:].astype(np.float64) + exact[:-1]) / 2).astype(np.float32)
     edges = np.concatenate([exact, ties, [464, 480]]).astype(np.float32)
+    edges = np.concatenate([edges, edges * np.float32(scale)])
     edges = np.concatenate([edges, np.nextafter(edges, 1e9), np.nextafter(edges, -1e9)])
     bits = rng.integers(0, 2**32, 20000, dtype=np.uint64).astype(np.uint32).view(np.float32)
     usual = rng.standard_normal(20000) * 2.0 ** rng.uniform(-18, 10, 20000)
@@ -89,8 +89,9 @@ def singles(seed: int) -> np.ndarray:
 def test_numbers_of_float32(
     seed: int, capability: tuple[int, int], width: int, scale: float | None
 ) -> None:
+    numbers = singles(seed, scale or 1.0)
     found, expected = written(
-        InterpretedDevice(capability), rows_of(singles(seed), "float32", width, scale)
+        InterpretedDevice(capability), rows_of(numbers, "float32", width, scale)
     )
     assert same_bits(found, expected)
 

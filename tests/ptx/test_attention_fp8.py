@@ -178,6 +178,18 @@ def test_nan_is_not_hidden(seed: int, capability: tuple[int, int], cores: str, w
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_prompt(seed: int, dtype: str) -> None:
+    """A row of many tokens: the same kernel, whatever there may be for prompts in other dtypes."""
+    device = InterpretedDevice((9, 0))
+    arguments = in_fp8(seed, dtype=dtype, seq_lens=[70, 20], query_lens=[40, 1])
+    given = mapped(device, arguments)
+    cuda_kernels.paged_attention(**given)
+    check(arguments)
+    assert [launch.source for launch, _ in device.launched] == [TENSOR_KERNELS[FP8_E4M3, 64, 1]]
+
+
+@needs_compiler
 def test_queries_over_the_whole_range_of_bfloat16(seed: int) -> None:
     """Products are of float16, and yet large and small queries lose nothing that counts."""
     rng, device = np.random.default_rng(seed), InterpretedDevice((9, 0))

@@ -52,8 +52,8 @@ def paged_attention(
     value_arena: NDArray[Any] | DeviceArray | None = None,
     layout: str = "HND",
     kv_dtype: str | None = None,
-    key_scale: NDArray[np.float32] | None = None,
-    value_scale: NDArray[np.float32] | None = None,
+    key_scale: NDArray[np.float32] | DeviceArray | None = None,
+    value_scale: NDArray[np.float32] | DeviceArray | None = None,
     check: bool = True,
     stream: int = 0,
     max_seq_len: int | None = None,
@@ -85,7 +85,7 @@ def paged_attention(
 
     With ``kv_dtype`` "fp8_e4m3" the arenas are uint8, and what they hold is multiplied by
     ``key_scale`` and ``value_scale``, float32 ``[num_kv_heads]`` from 1e-12 to 1e12 (None: 1): the
-    scales go to queries and results, so they cost nothing. Not on a device in this version.
+    scales go to queries and results, so they cost nothing.
 
     Arithmetic is float32. A token's result depends, bit for bit, neither on the other rows, nor on
     how the row was cut into steps, nor on frames, nor on the number of threads. NaN or Inf past a
@@ -98,15 +98,16 @@ def paged_attention(
 
     Arrays may lie on a device (all of them, `DeviceArray`; the row arrays of one dtype, head_dim
     and value_dim at most 512, rows below 2**31 positions): kernels are queued on ``stream``, the
-    handle of a CUDA stream, and what the row arrays hold is trusted. K and V are read once for
-    each token and up to 16 heads.
-    ``cores`` picks the kernel: "tensor" cores (bfloat16 and float16, head_dim = value_dim one of
-    64, 96, 128, 256, block_size a multiple of 16, addresses and strides of q, K and V multiples of
-    16 bytes), "ordinary" ones (every call), or "auto", the former where possible. The two round
-    differently. A token is one block of threads, unless ``max_seq_len``, at least the largest of
-    ``seq_lens``, and ``workspace``, float32 on the device, are given: then long rows of small
-    batches are cut over many blocks, with the same bits (`cuda_call.workspace_elements` tells
-    the size; until the work is done the workspace belongs to it). The CPU ignores the three.
+    handle of a CUDA stream, and what the row arrays and scales hold is trusted. K and V are read
+    once for each token and up to 16 heads.
+    ``cores`` picks the kernel: "tensor" cores (bfloat16 and float16, K and V so or in fp8_e4m3,
+    head_dim = value_dim one of 64, 96, 128, 256, block_size a multiple of 16, addresses and strides
+    of q, K and V multiples of 16 bytes), "ordinary" ones (every call), or "auto", the former where
+    possible. The two round differently. A token is one block of threads, unless ``max_seq_len``, at
+    least the largest of ``seq_lens``, and ``workspace``, float32 on the device, are given: then
+    long rows of small batches are cut over many blocks, with the same bits
+    (`cuda_call.workspace_elements` tells the size; until the work is done the workspace belongs to
+    it). The CPU ignores the three.
     """
     storage = storage_dtype(dtype)
     stored = kv_storage_dtype(kv_dtype, storage)
@@ -116,6 +117,7 @@ def paged_attention(
             query=query, out=out, arena=arena, value_arena=value_arena, table=table,
             table_start=table_start, seq_lens=seq_lens, query_start=query_start,
             alibi=alibi, sinks=sinks, lse=lse, workspace=workspace,
+            key_scale=key_scale, value_scale=value_scale,
         )  # fmt: skip
         checks.layout(layout)
         _check_arrays(
@@ -166,7 +168,6 @@ def _launch(
     if isinstance(table, DeviceArray):
         from cuda_kernels.attention import cuda_call
 
-        checks.no_fp8_on_device(ends[2])
         request = Request._make((*arrays, lse, Rows._make((table, *starts)), *rules, *ends))
         cuda_call.attend(request, cuda_call.DeviceOptions._make(options))
         return

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cuda_kernels.cuda.array import DeviceArray
 from cuda_kernels.cuda.kernel import Claims, KernelSource, Launch
-from cuda_kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from cuda_kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, FP8_E4M3
 
 if TYPE_CHECKING:
     from cuda_kernels.attention.request import Request
@@ -22,14 +22,14 @@ SPLIT_TOKENS = 512
 #: Enough blocks for each processor of the largest GPUs at hand (4 on each of 132).
 WANTED_BLOCKS = 528
 _MOST_BLOCKS = 65535
-_INTEGERS = 36
+_INTEGERS = 39
 #: Most dims of a kernel on ordinary cores -> how many heads of one KV head a block may take.
 HEADS = {128: (1, 4, 8), 256: (1, 4), 512: (1,)}
 #: Query heads a block -> blocks that a processor shall hold; how many registers those leave.
 BLOCKS = {1: 5, 4: 3, 8: 3}
 _REGISTERS = {5: 96, 4: 128, 3: 168, 2: 255}
-#: The kernel on ordinary cores by storage dtype, query heads a block, most dims. Left to itself the
-#: assembler spills a few registers for one more block that a processor can hold.
+#: The kernel on ordinary cores by dtype of K and V, query heads a block, most dims. Left to itself
+#: the assembler spills a few registers for one more block that a processor can hold.
 KERNELS = {
     (kind, heads, width): KernelSource(
         "cuda_kernels.attention.cuda_decode",
@@ -40,16 +40,23 @@ KERNELS = {
         blocks=BLOCKS[heads],
         claims=Claims(_REGISTERS[BLOCKS[heads]], min_wide_loads=1),  # the loop over a row of K
     )
-    for kind in (FLOAT32, BFLOAT16, FLOAT16)
+    for kind in (FLOAT32, BFLOAT16, FLOAT16, FP8_E4M3)
     for width, choices in HEADS.items()
     for heads in choices
 }
-_TENSOR_INTEGERS, _MERGE_INTEGERS = 35, 17
+_TENSOR_INTEGERS, _MERGE_INTEGERS = 38, 17
 #: Dims and eights of heads of a kernel on tensor cores -> blocks that a processor shall hold.
 #: With 256 dims there is no room for the sums of 16 heads; with 64 and 96 few models share a KV
 #: head among more than 8. They take a block for each 8 heads, which read the same K and V.
 TENSOR_BLOCKS = {(64, 1): 4, (96, 1): 4, (128, 1): 4, (128, 2): 2, (256, 1): 2}
-#: The kernel on tensor cores by storage dtype, dims, eights of heads.
+
+
+def _wide_loads(dims: int) -> int:
+    """16-byte loads of K and V in fp8_e4m3, 16 positions a turn; V of 64 dims takes 8 bytes."""
+    return 2 * -(-dims // 64) + (4 * -(-dims // 128) if dims > 64 else 0)
+
+
+#: The kernel on tensor cores by dtype of K and V, dims, eights of heads.
 TENSOR_KERNELS = {
     (kind, dims, tiles): KernelSource(
         "cuda_kernels.attention.cuda_decode_mma",
@@ -59,9 +66,13 @@ TENSOR_KERNELS = {
         (("kind", kind), ("dims", dims), ("tiles", tiles)),
         blocks=blocks,
         # Of K and V, 16 positions a turn; some more of q.
-        claims=Claims(_REGISTERS[blocks], min_wide_loads=dims // 8, tensor_cores=True),
+        claims=Claims(
+            _REGISTERS[blocks],
+            min_wide_loads=_wide_loads(dims) if kind == FP8_E4M3 else dims // 8,
+            tensor_cores=True,
+        ),
     )
-    for kind in (BFLOAT16, FLOAT16)
+    for kind in (BFLOAT16, FLOAT16, FP8_E4M3)
     for (dims, tiles), blocks in TENSOR_BLOCKS.items()
 }
 #: The kernel that joins the splits of both, by storage dtype.
@@ -152,7 +163,8 @@ def _obstacle(request: Request) -> str:
     query: Any = request.query
     dims, size = query.shape[2], query.itemsize
     group = query.shape[1] // request.num_kv_heads
-    if request.value.dims != dims or tensor_kernel_for(request.kind, group, dims) is None:
+    possible = request.kind != FLOAT32 and request.value.dims == dims
+    if not possible or tensor_kernel_for(request.kv_kind, group, dims) is None:
         known = sorted({d for d, _ in TENSOR_BLOCKS})
         return f"it needs bfloat16 or float16, and head_dim = value_dim one of {known}"
     if request.block_size % 16:
@@ -168,12 +180,13 @@ def _attend_tensor(request: Request, options: DeviceOptions) -> None:
     query: Any = request.query
     _, num_heads, dims = query.shape
     group = num_heads // request.num_kv_heads
-    key = tensor_kernel_for(request.kind, group, dims)
+    key = tensor_kernel_for(request.kv_kind, group, dims)
     assert key is not None
     blocks_per_head = -(-group // (8 * key[2]))
     blocks = request.num_kv_heads * blocks_per_head
     arguments = [query.address, *query.strides[:2], *_results(request), *_planes(request)]
     arguments += [*_rows(request), request.block_size, num_heads, group, blocks_per_head]
+    arguments += _stored(request)
     _launch(request, options, TENSOR_KERNELS[key], blocks, arguments)
 
 
@@ -182,10 +195,11 @@ def _attend_ordinary(request: Request, options: DeviceOptions) -> None:
     query: Any = request.query
     _, num_heads, head_dim = query.shape
     group = num_heads // request.num_kv_heads
-    key = kernel_for(request.kind, group, max(head_dim, request.value.dims))
+    key = kernel_for(request.kv_kind, group, max(head_dim, request.value.dims))
     heads = key[1]
     arguments = [*_place(query), *_results(request), *_planes(request)]
     arguments += [*_rows(request), request.block_size, head_dim, request.value.dims, group // heads]
+    arguments += _stored(request)
     _launch(request, options, KERNELS[key], num_heads // heads, arguments)
 
 
@@ -245,13 +259,18 @@ def _parts(
 
 def _planes(request: Request) -> list[int]:
     """Where K and V of the layer lie: address, strides of frames, heads and tokens, in bytes."""
-    query: Any = request.query
-    size, found = query.itemsize, []
+    found: list[int] = []
     arenas: Any = ((request.arena, request.key), (request.values, request.value))
     for arena, plane in arenas:
+        size = arena.itemsize
         found += [arena.address + plane.offset * size, arena.strides[0]]
         found += [plane.head_stride * size, plane.token_stride * size]
     return found
+
+
+def _stored(request: Request) -> list[int]:
+    """The dtype of queries and results, and what K and V in fp8_e4m3 are multiplied by."""
+    return [request.kind, _address(request.key_scale), _address(request.value_scale)]
 
 
 def _results(request: Request) -> list[int]:

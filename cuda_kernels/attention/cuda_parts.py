@@ -97,3 +97,11 @@ def divide(found: Any, top: Any, total: Any, sink: Any, sunk: bool) -> Any:
         factor = exp2(top - peak)
         found, total, top = found * factor, multiply_add(total, factor, exp2(sink - peak)), peak
     return found / total, (top + log2(total)) * float32(LN_2)
+
+
+@cuda.jit(device=True, inline="always")
+def multiply(mma: Any, a: Any, b: Any, c: Any, at: int) -> None:
+    """c[at .. at + 3] += A B for fragments of two-byte elements."""
+    found = mma(a[0], a[1], a[2], a[3], b[0], b[1], c[at], c[at + 1], c[at + 2], c[at + 3])
+    for i in range(4):
+        c[at + i] = found[i]

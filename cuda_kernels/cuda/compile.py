@@ -14,6 +14,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -94,9 +95,12 @@ def make_ptx(source: KernelSource, capability: tuple[int, int]) -> bytes:
     from numba import cuda, types
 
     maker = getattr(importlib.import_module(source.module), source.maker)
+    constants: dict[str, Any] = dict(source.constants)
+    if "capability" in inspect.signature(maker).parameters:
+        constants["capability"] = capability
     parameters = [getattr(types, name) for name in source.parameters]
     text, _ = cuda.compile(
-        maker(**dict(source.constants)),
+        maker(**constants),
         types.void(*parameters),
         cc=capability,
         device=False,

@@ -143,6 +143,12 @@ def plant(fault: KernelFault, folder: Path) -> str:
         return _write(folder, fault.module, digest, text)
     changed = _write(folder, fault.module, digest, text)
     own = _text(fault.victim)
+    package, _, name = fault.module.rpartition(".")
+    whole = f"from {package} import {name}\n"
+    if whole in own:
+        return _write(
+            folder, fault.victim, digest, own.replace(whole, f"import {changed} as {name}\n")
+        )
     if own.count(fault.module) != 1:
         raise ValueError(f"{fault.victim} does not import {fault.module} once")
     return _write(folder, fault.victim, digest, own.replace(fault.module, changed))

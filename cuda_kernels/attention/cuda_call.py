@@ -1,8 +1,10 @@
 """`paged_attention` on a device: from a checked request to its launches. Imports no CUDA library.
 
-Two kernels: one on tensor cores, for what they can do, and one on ordinary cores, for everything.
-Which of them runs hangs on dtype, sizes and addresses, never on the rows: so a row's result has the
-same bits in a prompt, in decode, alone and in a batch.
+Three kernels: two on tensor cores, for what they can do, and one on ordinary cores, for everything.
+Tensor or ordinary hangs on dtype, sizes and addresses, never on the rows. Of the two on tensor
+cores one takes rows with few query tokens and one those with many, which only the device can tell:
+both are launched, and each leaves the other's rows alone. So a row's result has the same bits alone
+and in a batch.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ KERNELS = {
     for width, choices in HEADS.items()
     for heads in choices
 }
-_TENSOR_INTEGERS, _MERGE_INTEGERS = 38, 17
+_TENSOR_INTEGERS, _MERGE_INTEGERS, _PROMPT_INTEGERS = 39, 18, 33
 #: Dims and eights of heads of a kernel on tensor cores -> blocks that a processor shall hold.
 #: With 256 dims there is no room for the sums of 16 heads; with 64 and 96 few models share a KV
 #: head among more than 8. They take a block for each 8 heads, which read the same K and V.
@@ -75,7 +77,30 @@ TENSOR_KERNELS = {
     for kind in (BFLOAT16, FLOAT16, FP8_E4M3)
     for (dims, tiles), blocks in TENSOR_BLOCKS.items()
 }
-#: The kernel that joins the splits of both, by storage dtype.
+#: From so many query tokens on a row is a prompt: 64 query rows in a group of 4, a whole tile.
+PROMPT_TOKENS = 16
+#: Query rows (tokens times heads of a KV head) of a block of the kernel for prompts.
+PROMPT_ROWS = 64
+#: Dims it can do -> blocks that a processor shall hold. With 256 q and sums take all registers.
+PROMPT_BLOCKS = {64: 4, 96: 3, 128: 3}
+#: The kernel for prompts, on tensor cores, by storage dtype and dims.
+PROMPT_KERNELS = {
+    (kind, dims): KernelSource(
+        "cuda_kernels.attention.cuda_prefill",
+        "attend_prompts",
+        ("int64",) * _PROMPT_INTEGERS + ("float32",) * 2,
+        THREADS,
+        (("kind", kind), ("dims", dims)),
+        blocks=blocks,
+        # Copies of the first K, of V and the next K; q of two rows.
+        claims=Claims(_REGISTERS[blocks], min_wide_loads=5 * dims // 32, tensor_cores=True),
+    )
+    for kind in (BFLOAT16, FLOAT16)
+    for dims, blocks in PROMPT_BLOCKS.items()
+}
+_NO_PROMPTS = 2**62
+_WIDEST = 2**31 - 2 * PROMPT_ROWS  # of a window, where its arithmetic takes 32 bits
+#: The kernel that joins the splits of the other two, by storage dtype.
 MERGE_KERNELS = {
     kind: KernelSource(
         "cuda_kernels.attention.cuda_merge",
@@ -96,6 +121,7 @@ class DeviceOptions(NamedTuple):
     max_seq_len: int | None = None
     workspace: DeviceArray | None = None
     cores: str = "auto"
+    max_query_len: int | None = None
 
 
 def kernel_for(kind: int, group: int, dims: int) -> tuple[int, int, int]:
@@ -151,7 +177,10 @@ def attend(request: Request, options: DeviceOptions) -> None:
         raise TypeError("table_start, seq_lens and query_start must have one dtype on a device")
     obstacle = "cores is 'ordinary'" if options.cores == "ordinary" else _obstacle(request)
     if not obstacle:
-        _attend_tensor(request, options)
+        prompts = _may_have_prompts(request, options)
+        _attend_tensor(request, options, PROMPT_TOKENS if prompts else _NO_PROMPTS)
+        if prompts:
+            _attend_prompts(request, options)
     elif options.cores == "tensor":
         raise ValueError(f"cores='tensor' can't do this call: {obstacle}")
     else:
@@ -175,8 +204,45 @@ def _obstacle(request: Request) -> str:
     return ""
 
 
-def _attend_tensor(request: Request, options: DeviceOptions) -> None:
-    """On tensor cores: heads of one KV head in eights."""
+def _may_have_prompts(request: Request, options: DeviceOptions) -> bool:
+    """Whether the kernel for prompts can do this call, and may have something to do."""
+    query: Any = request.query
+    rows: Any = request.rows
+    num_tokens, most = query.shape[0], options.max_query_len
+    if most is not None:
+        num_tokens = min(num_tokens, most)
+    if rows.seq_lens.shape[0] == 0 or request.kv_kind != request.kind:
+        return False
+    return num_tokens >= PROMPT_TOKENS and (request.kind, query.shape[2]) in PROMPT_KERNELS
+
+
+def _attend_prompts(request: Request, options: DeviceOptions) -> None:
+    """Rows with many tokens, on tensor cores: a block takes as many tokens as heads leave room."""
+    query: Any = request.query
+    rows: Any = request.rows
+    num_tokens, num_heads, dims = query.shape
+    group = num_heads // request.num_kv_heads
+    blocks_per_head = -(-group // PROMPT_ROWS)
+    heads = -(-group // blocks_per_head)
+    tokens = PROMPT_ROWS // heads
+    arguments = [query.address, *query.strides[:2], *_results(request), *_planes(request)]
+    arguments += [*_rows(request), request.block_size, group, blocks_per_head]
+    window = request.window if request.window < _WIDEST else 0
+    arguments += [heads, tokens, PROMPT_TOKENS, window]
+    arguments += [_address(request.alibi), _address(request.sinks)]
+    # A row's tiles begin where tokens before it, in tiles, and rows before it end (`find_slot`).
+    grid = (
+        num_tokens // tokens + rows.seq_lens.shape[0],
+        request.num_kv_heads * blocks_per_head,
+        1,
+    )
+    source = PROMPT_KERNELS[request.kind, dims]
+    launch = Launch(source, grid, (*arguments, request.scale, request.softcap))
+    query.device.launch(launch, options.stream)
+
+
+def _attend_tensor(request: Request, options: DeviceOptions, prompt_tokens: int) -> None:
+    """On tensor cores, rows with fewer tokens than that: heads of one KV head in eights."""
     query: Any = request.query
     _, num_heads, dims = query.shape
     group = num_heads // request.num_kv_heads
@@ -186,8 +252,8 @@ def _attend_tensor(request: Request, options: DeviceOptions) -> None:
     blocks = request.num_kv_heads * blocks_per_head
     arguments = [query.address, *query.strides[:2], *_results(request), *_planes(request)]
     arguments += [*_rows(request), request.block_size, num_heads, group, blocks_per_head]
-    arguments += _stored(request)
-    _launch(request, options, TENSOR_KERNELS[key], blocks, arguments)
+    arguments += [prompt_tokens, *_stored(request)]
+    _launch(request, options, TENSOR_KERNELS[key], blocks, arguments, prompt_tokens)
 
 
 def _attend_ordinary(request: Request, options: DeviceOptions) -> None:
@@ -209,6 +275,7 @@ def _launch(
     source: KernelSource,
     blocks: int,
     arguments: list[int],
+    prompt_tokens: int = _NO_PROMPTS,
 ) -> None:
     """One kernel, `blocks` blocks a token; or with a workspace parts of rows, then the merge."""
     query: Any = request.query
@@ -230,7 +297,7 @@ def _launch(
         return
     joined = [partial, splits, request.value.dims, bits, *_results(request)]
     joined += [rows.seq_lens.address, rows.query_start.address, rows.seq_lens.itemsize]
-    joined += [rows.seq_lens.shape[0], request.window, sinks]
+    joined += [rows.seq_lens.shape[0], request.window, sinks, prompt_tokens]
     launch = Launch(MERGE_KERNELS[request.kind], (num_tokens, num_heads, 1), tuple(joined))
     query.device.launch(launch, options.stream)
 

@@ -41,6 +41,7 @@ from cuda_kernels.attention.cuda_parts import (
     find_row,
     load_index,
     multiply,
+    num_queries_of,
 )
 from cuda_kernels.attention.cuda_splits import WARPS, begin_splits, end_split, store_results
 from cuda_kernels.cuda.prims import (
@@ -207,8 +208,9 @@ def attend(kind: int, dims: int, tiles: int, capability: tuple[int, int]) -> Cal
 
     Addresses and strides in bytes. 0 as an address: not given; as window or softcap: off. Each
     address and stride of q, K and V is a multiple of 16, block_size one of 16. A split has
-    1 << split_bits positions (>= 64), a row less than 2**31. With `partial` results go there for
-    `merge`, by [token][head][splits]: sums [dims], and behind all of them (maximum, weight).
+    1 << split_bits positions (>= 64), a row less than 2**31. Rows of `prompt_tokens` tokens and
+    more are left to `cuda_prefill.py`. With `partial` results go there for `merge`, by
+    [token][head][splits]: sums [dims], and behind all of them (maximum, weight).
     """
     mma = mma_bfloat16 if kind == BFLOAT16 else mma_float16
     pack = narrow_bfloat16 if kind == BFLOAT16 else narrow_float16
@@ -235,7 +237,7 @@ def attend(kind: int, dims: int, tiles: int, capability: tuple[int, int]) -> Cal
         value: int, value_frame: int, value_head: int, value_token: int,
         table: int, table_start: int, seq_lens: int, query_start: int, index_bytes: int,
         num_rows: int, block_size: int, num_heads: int, group: int, blocks_per_head: int,
-        query_kind: int, key_scales: int, value_scales: int,
+        prompt_tokens: int, query_kind: int, key_scales: int, value_scales: int,
         window: int, slopes: int, sinks: int,
         split_bits: int, parts: int, partial: int, splits: int,
         scale: float, softcap: float,
@@ -246,6 +248,8 @@ def attend(kind: int, dims: int, tiles: int, capability: tuple[int, int]) -> Cal
         small_row, small_quad = int32(row), int32(quad)
         sequence = find_row(query_start, num_rows, token, index_bytes)
         if sequence >= num_rows:
+            return
+        if num_queries_of(query_start, sequence, index_bytes) >= prompt_tokens:
             return
         kv_head = quotient(int64(cuda.blockIdx.y), blocks_per_head)
         first_head = int32((int64(cuda.blockIdx.y) - kv_head * blocks_per_head) * heads)

@@ -73,6 +73,12 @@ def find_row(query_start: int, num_rows: int, token: int, size: int) -> Any:
 
 
 @cuda.jit(device=True, inline="always")
+def num_queries_of(query_start: int, row: int, size: int) -> Any:
+    """How many query tokens a row has."""
+    return load_index(query_start, row + 1, size) - load_index(query_start, row, size)
+
+
+@cuda.jit(device=True, inline="always")
 def bend(score: Any, softcap: Any, slope: Any, distance: int) -> Any:
     """Softcap, then ALiBi; the result is in units of log2(e). tanh(x) = 1 - 2 / (e^2x + 1)."""
     if softcap > float32(0):

@@ -123,6 +123,10 @@ _NUMBER = "{ .reg .u32 number; mov.u32 number, NAME; cvt.u64.u32 $0, number; }"
 thread_here = primitive("thread_here", _NUMBER.replace("NAME", "%tid.x"), (I64,), (), effects=True)
 block_here = primitive("block_here", _NUMBER.replace("NAME", "%ctaid.x"), (I64,), (), effects=True)
 
+# A number that doesn't change in a loop, made there anew: what is computed from it isn't computed
+# before the loop, either.
+number_here = primitive("number_here", "mov.b32 $0, $1;", (I32,), (I32,), effects=True)
+
 # -- floats ----------------------------------------------------------------------------------------
 
 load_float = _load("load_float", "f32", (F32,))
@@ -233,7 +237,58 @@ shuffle_integer_from = primitive(
     (I32, I32),
     effects=True,
 )
+# Whether a word of one of the 32 lanes isn't 0, as 1 or 0.
+any_lane = primitive(
+    "any_lane",
+    "{ .reg .pred one, some; setp.ne.b32 one, $1, 0; "
+    "vote.sync.any.pred some, one, 0xffffffff; selp.u32 $0, 1, 0, some; }",
+    (U32,),
+    (U32,),
+    effects=True,
+)
 
+# -- shared memory: addresses are int32; rows of 16 bytes at multiples of 16 -----------------------
+
+
+@intrinsic
+def shared_address(typingctx: Any, array: Any) -> Any:
+    """Where a shared array begins, as the instructions below take it."""
+
+    def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        found = context.make_array(signature.args[0])(context, builder, value=values[0])
+        pointer = builder.ptrtoint(found.data, ir.IntType(64))
+        text = "{ .reg .u64 at; cvta.to.shared.u64 at, $1; cvt.u32.u64 $0, at; }"
+        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(64)])
+        return builder.call(ir.InlineAsm(kind, text, "=r,l"), [pointer])
+
+    return I32(array), build
+
+
+# Copy 16 bytes from global to shared memory: on its way until `await_copies` and a barrier. The
+# last operand is how many bytes are read, 16 or 0; where none are, zeros are stored.
+copy_line = primitive(
+    "copy_line",
+    "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;",
+    (),
+    (I32, I64, I32),
+    effects=True,
+)
+# This thread's own copies are there for itself; for others, after a barrier.
+await_copies = primitive("await_copies", "cp.async.wait_all;", (), (), effects=True)
+load_shared_line = primitive(
+    "load_shared_line",
+    "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];",
+    (U32,) * 4,
+    (I32,),
+    effects=True,
+)
+store_shared_line = primitive(
+    "store_shared_line",
+    "st.shared.v4.u32 [$0], {$1, $2, $3, $4};",
+    (),
+    (I32, *(U32,) * 4),
+    effects=True,
+)
 
 # -- matrices of a warp: all 32 lanes, lane = 4 * row + quad ---------------------------------------
 
@@ -254,6 +309,15 @@ def _mma(name: str, kind: str) -> Any:
 
 mma_bfloat16 = _mma("mma_bfloat16", "bf16")
 mma_float16 = _mma("mma_float16", "f16")
+# Four 8 x 8 matrices of two-byte elements from shared memory: lane 8 * i + j gives the address of
+# row j of matrix i, and gets of each the elements (2 * quad, row) and (2 * quad + 1, row).
+load_transposed = primitive(
+    "load_transposed",
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];",
+    (U32,) * 4,
+    (I32,),
+    effects=True,
+)
 # An 8 x 8 matrix of two-byte elements, two of a row in each lane, transposed.
 transpose_matrix = primitive(
     "transpose_matrix",

@@ -311,7 +311,7 @@ def test_when_rows_are_cut(seed: int) -> None:
     """With a workspace, and as far as the tokens don't fill the processors by themselves."""
 
     def launches(seq_lens: list[int], longest: int | None, room: int | None) -> list[Any]:
-        options: dict[str, Any] = {"max_seq_len": longest, "stream": 7}
+        options: dict[str, Any] = {"max_seq_len": longest, "stream": 7, "max_query_len": 1}
         if room is not None:
             options["workspace"] = lambda _, device: DeviceArray(
                 1 << 40, (room,), np.dtype(np.float32), device

@@ -10,7 +10,7 @@ from cuda_kernels.attention.cuda_call import HEADS
 from cuda_kernels.cuda.compile import cache_folder, compile_kernel
 from cuda_kernels.cuda.kernel import KernelSource
 from cuda_kernels.cuda.registry import shipped_kernels
-from cuda_kernels.dtypes import storage_dtype
+from cuda_kernels.dtypes import kv_storage_dtype, storage_dtype
 from kvmem.config import Config
 
 
@@ -23,15 +23,16 @@ class Filled(NamedTuple):
 
 
 def needed_kernels(config: Config) -> tuple[KernelSource, ...]:
-    """The kernels for the config's dtype and head sizes, for every number of query heads."""
-    kind = storage_dtype(config.dtype_name).kind
+    """The kernels for the config's dtypes and head sizes, for every number of query heads."""
+    storage = storage_dtype(config.dtype_name)
+    kinds = {storage.kind, kv_storage_dtype(config.kv_dtype_name, storage).kind}
     largest = max(config.head_dim, config.v_head_dim)
     width = min((w for w in HEADS if w >= largest), default=0)
-    wanted = {"kind": kind, "dims": config.head_dim, "width": width}
+    wanted = {"kind": kinds, "dims": {config.head_dim}, "width": {width}}
     return tuple(
         source
         for source in shipped_kernels()
-        if all(wanted.get(name, value) == value for name, value in source.constants)
+        if all(value in wanted.get(name, {value}) for name, value in source.constants)
     )
 
 

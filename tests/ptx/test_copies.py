@@ -61,6 +61,8 @@ def test_only_some_threads_copy_and_wait() -> None:
     expected[40:] = np.arange(40, 64)[:, None]
     assert np.array_equal(found, expected)
     refused(Race, half, COPY, f"@%p1 {WAIT}", OWN, STORE)
+    later = result(half, COPY, f"@%p1 {WAIT}", f"@!%p1 {WAIT}", OWN, STORE)
+    assert np.array_equal(later, rows())
 
 
 def test_nobody_touches_it_before_the_wait() -> None:

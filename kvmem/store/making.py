@@ -53,17 +53,17 @@ def make_parts(config: StoreConfig, layout: Layout, device: Device | None) -> Pa
             if count:
                 host = name == "host"
                 arenas.append(made.new_arena(name, count, layout.frame_bytes, host=host))
+        host_arena = arenas[1] if len(arenas) > 1 else None
+        if made.name == "cuda":
+            return _cuda_parts(config, layout, made, arenas[0], host_arena)
+        return _host_parts(
+            config, layout, made, cast(Arena, arenas[0]), cast("Arena | None", host_arena)
+        )
     except BaseException:
         made.close()
         for arena in arenas:
             arena.close()
         raise
-    host_arena = arenas[1] if len(arenas) > 1 else None
-    if made.name == "cuda":
-        return _cuda_parts(config, layout, made, arenas[0], host_arena)
-    return _host_parts(
-        config, layout, made, cast(Arena, arenas[0]), cast("Arena | None", host_arena)
-    )
 
 
 def _host_parts(

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tests.cuda_double.streams import Touch
+
 #: Accesses are told apart by so many bytes: planes of a frame start at multiples of them.
 CELL_BYTES = 64
 
@@ -24,6 +26,7 @@ class Region:
     num_bytes: int
     pinned: bool
     freed: bool = False
+    origin: Touch | None = None  # of its last owner
     holds: list[Any] = field(default_factory=list)
 
 
@@ -39,14 +42,14 @@ class Memory:
             tuple[str, int, int]
         ] = []  # registered, unregistered: what, where, bytes
 
-    def empty(self, num_bytes: int, pinned: bool) -> torch.Tensor:
-        """A uint8 tensor, its bytes 0xA5: nobody may count on zeros. Raises MemoryError."""
+    def empty(self, num_bytes: int, pinned: bool, origin: Touch | None) -> torch.Tensor:
+        """A uint8 tensor, its bytes 0xA5: nobody may count on zeros. Raises RuntimeError."""
         if not pinned and self.used + num_bytes > self.capacity:
-            raise MemoryError("CUDA out of memory (double)")
+            raise RuntimeError("CUDA out of memory (double)")  # torch.OutOfMemoryError is one
         whole = np.full(num_bytes + CELL_BYTES, 0xA5, np.uint8)
         shift = -whole.ctypes.data % CELL_BYTES
         array = whole[shift : shift + num_bytes]
-        region = Region(array.ctypes.data, num_bytes, pinned)
+        region = Region(array.ctypes.data, num_bytes, pinned, origin=origin)
         for start in [s for s in self._starts if region.address <= s < region.address + num_bytes]:
             self._forget(start)  # freed memory that the system gave out again
         bisect.insort(self._starts, region.address)
@@ -72,6 +75,15 @@ class Memory:
             return None
         region = self._regions[self._starts[at]]
         return region if address < region.address + region.num_bytes else None
+
+    def origin(self, number: int) -> Touch | None:
+        """Whose memory a cell was before it was handed out."""
+        region = self.region(number * CELL_BYTES)
+        return None if region is None else region.origin
+
+    def in_use(self) -> int:
+        """Regions that were not given back."""
+        return sum(not region.freed for region in self._regions.values())
 
     def check_device(self, address: int, num_bytes: int, what: str) -> None:
         """Raise AssertionError unless these are bytes of the GPU, allocated and not given back."""

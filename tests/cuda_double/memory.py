@@ -85,6 +85,14 @@ class Memory:
         """Regions that were not given back."""
         return sum(not region.freed for region in self._regions.values())
 
+    def check_bounds(self, address: int, num_bytes: int, what: str) -> None:
+        """Raise AssertionError for memory handed out here that was given back, or is too short."""
+        region = self.region(address)
+        if region is not None and num_bytes:
+            assert not region.freed, f"{what}: memory that was given back"
+            end = region.address + region.num_bytes
+            assert address + num_bytes <= end, f"{what}: past the end of its memory"
+
     def check_device(self, address: int, num_bytes: int, what: str) -> None:
         """Raise AssertionError unless these are bytes of the GPU, allocated and not given back."""
         region = self.region(address)
@@ -97,12 +105,13 @@ class Memory:
         region = self.region(address)
         if region is not None:
             return region.pinned and not region.freed
-        at, end = address, address + num_bytes
-        while at < end:
-            found = [a + n for a, n in self.registered.items() if a <= at < a + n]
-            if not found:
-                return False
-            at = max(found)
+        end = address + num_bytes
+        touched = [(a, n) for a, n in self.registered.items() if a < end and address < a + n]
+        if not touched:
+            return False
+        first, size = touched[0]
+        inside = len(touched) == 1 and first <= address and end <= first + size
+        assert inside, "a copy that lies in no single registration: CUDA refuses it"
         return True
 
 

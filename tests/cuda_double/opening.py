@@ -50,7 +50,7 @@ class Double:
         """A GPU with so many bytes."""
         memory, faults = Memory(capacity), Faults()
         streams = Streams(seed, mode, cells)
-        streams.origin = memory.origin
+        streams.origin, streams.bounds = memory.origin, memory.check_bounds
         torch_cuda = TorchCuda(streams, memory, ORDINAL, faults)
         runtime = Runtime(streams, memory, torch_cuda, faults)
 

@@ -37,7 +37,7 @@ class Runtime:
         self.faults.fail(name, nth, error)
 
     def _begin(self, name: str) -> Error:
-        needs_context = not name.startswith("cudaHost")
+        needs_context = name != "cudaHostUnregister"  # portable: any context will do
         here = self._torch.current_device() == self._torch.ordinal
         if needs_context and not here:
             self._streams.found.append(f"{name} on another GPU")

@@ -93,6 +93,7 @@ class Streams:
         self.prompt: set[int] = set()
         #: Who had the memory of a cell before it was handed out, and what is wrong up to now.
         self.origin: Callable[[int], Touch | None] = lambda number: None
+        self.bounds: Callable[[int, int, str], None] = lambda address, num_bytes, what: None
         self.found: list[str] = []
         self.num_checked = 0
         self.now = 0.0  # seconds of the double's own time, for events that measure
@@ -286,6 +287,7 @@ class Streams:
     def _check(self, touch: Touch, clock: Clock, reads: list[Span], writes: list[Span]) -> None:
         for spans, is_write in ((reads, False), (writes, True)):
             for address, num_bytes in spans:
+                self.bounds(address, num_bytes, touch[2])
                 for number in self._cells_of(address, num_bytes):
                     cell = self._cells.get(number)
                     if cell is None:

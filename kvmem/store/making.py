@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
+from kvmem.errors import DeviceUnavailable, KVMemError
 from kvmem.geometry import arena_frames
 from kvmem.sim_options import SimOptions
 from kvmem.store.arena import Arena, ArenaBase
@@ -59,10 +60,12 @@ def make_parts(config: StoreConfig, layout: Layout, device: Device | None) -> Pa
         return _host_parts(
             config, layout, made, cast(Arena, arenas[0]), cast("Arena | None", host_arena)
         )
-    except BaseException:
+    except BaseException as error:
         made.close()
         for arena in arenas:
             arena.close()
+        if made.name == "cuda" and isinstance(error, RuntimeError):
+            _raise_unavailable(error)
         raise
 
 
@@ -115,6 +118,13 @@ def _cuda_parts(
     return Parts(device, arena, host, compute, compute, filler, guards, None, step_tensors)
 
 
+def _raise_unavailable(error: RuntimeError) -> NoReturn:
+    """What CUDA refuses at the start becomes ``DeviceUnavailable``; errors of kvmem's own stay."""
+    if not isinstance(error, KVMemError):
+        raise DeviceUnavailable(f"device cuda could not be set up: {str(error)[:200]}") from error
+    raise error
+
+
 def make_device(config: StoreConfig) -> Device:
     """The device of ``config.device``. ``sync=True`` makes a simulated one run everything at once.
 
@@ -136,5 +146,9 @@ def make_device(config: StoreConfig) -> Device:
         from kvmem.store.cuda import api
         from kvmem.store.cuda.device import CudaDevice
 
-        return CudaDevice(api.open_cuda(config.device), sync=config.sync)
+        cuda = api.open_cuda(config.device)
+        try:
+            return CudaDevice(cuda, sync=config.sync)
+        except RuntimeError as error:
+            _raise_unavailable(error)
     raise ValueError(f"device {config.device!r} is unknown; known: 'cpu', 'sim', 'cuda'")

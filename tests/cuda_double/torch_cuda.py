@@ -30,7 +30,7 @@ class Stream:
 
     def query(self) -> bool:
         self._torch.begin("Stream.query")
-        self._streams._turns(4)
+        self._streams.advance(self.cuda_stream, 4)
         return not self._streams.queues[self.cuda_stream]
 
     def synchronize(self) -> None:

@@ -42,6 +42,21 @@ LOG = logging.getLogger("kvmem")
 MAX_QUEUED = 1024
 
 
+def _new_ledger(config: Config) -> Ledger:
+    return Ledger(
+        device_blocks=config.device_blocks,
+        host_blocks=config.host_blocks,
+        block_size=config.block_size,
+        tier_policy=config.tier_policy,
+        watermarks=_watermarks(config),
+        record_fills=config.zero_on_free == "always"
+        or config.debug
+        or (config.sim is not None and config.sim.poison),
+        clears=config.zero_on_free == "cross_namespace",
+        quarantine=config.debug,
+    )
+
+
 class Runtime:
     """The inside of one Manager."""
 
@@ -51,18 +66,11 @@ class Runtime:
             LOG.warning(warning)
         self.lock = threading.RLock()
         self.store = Store(config, progress=progress)
-        self.ledger = Ledger(
-            device_blocks=config.device_blocks,
-            host_blocks=config.host_blocks,
-            block_size=config.block_size,
-            tier_policy=config.tier_policy,
-            watermarks=_watermarks(config),
-            record_fills=config.zero_on_free == "always"
-            or config.debug
-            or (config.sim is not None and config.sim.poison),
-            clears=config.zero_on_free == "cross_namespace",
-            quarantine=config.debug,
-        )
+        try:
+            self.ledger = _new_ledger(config)
+        except BaseException:
+            self.store.close()
+            raise
         self.failed = self.store.failed  # copies that failed and were not recovered from yet
         self.losses = Losses(self.ledger)
         self.cleaner = Cleaner(self)

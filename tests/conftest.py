@@ -12,6 +12,7 @@ import random
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numba
 import pytest
@@ -79,11 +80,21 @@ def seed(request: pytest.FixtureRequest) -> int:
     return zlib.crc32(request.node.nodeid.encode(), SEED) & 0x7FFFFFFF
 
 
-@pytest.fixture(scope="session", autouse=os.environ.get("KVMEM_TEST_DEVICE") == "cuda")
-def cuda_double() -> Iterator[None]:
+ON_DOUBLE = os.environ.get("KVMEM_TEST_DEVICE") == "cuda"
+
+
+@pytest.fixture(scope="session", autouse=ON_DOUBLE)
+def cuda_double() -> Iterator[list[Any]]:
     """`KVMEM_TEST_DEVICE=cuda`: who asks for a GPU gets a double of one (tests/cuda_double)."""
     from tests.cuda_double.opening import install
 
     with pytest.MonkeyPatch.context() as patch:
-        install(patch, SEED, os.environ.get("KVMEM_TEST_MODE", "random"))
-        yield
+        yield install(patch, SEED, os.environ.get("KVMEM_TEST_MODE", "random"))
+
+
+@pytest.fixture(autouse=ON_DOUBLE)
+def nothing_wrong(cuda_double: list[Any]) -> Iterator[None]:
+    """Nothing that the double objected to was swallowed by whoever was called then."""
+    yield
+    while cuda_double:
+        cuda_double.pop().check()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 
+from kvmem.errors import DeviceUnavailable, KVMemError
 from kvmem.geometry import arena_frames
 from kvmem.sim_options import SimOptions
 from kvmem.store.arena import Arena, ArenaBase
@@ -64,17 +65,19 @@ def make_parts(
             if count:
                 host = name == "host"
                 arenas.append(made.new_arena(name, count, layout.frame_bytes, host=host))
-    except BaseException:
+        host_arena = arenas[1] if len(arenas) > 1 else None
+        if made.name == "cuda":
+            return _cuda_parts(config, layout, made, arenas[0], host_arena)
+        return _host_parts(
+            config, layout, made, cast(Arena, arenas[0]), cast("Arena | None", host_arena)
+        )
+    except BaseException as error:
         made.close()
         for arena in arenas:
             arena.close()
+        if made.name == "cuda" and isinstance(error, RuntimeError):
+            _raise_unavailable(error)
         raise
-    host_arena = arenas[1] if len(arenas) > 1 else None
-    if made.name == "cuda":
-        return _cuda_parts(config, layout, made, arenas[0], host_arena)
-    return _host_parts(
-        config, layout, made, cast(Arena, arenas[0]), cast("Arena | None", host_arena)
-    )
 
 
 def _host_parts(
@@ -130,6 +133,13 @@ def _cuda_parts(
     return Parts(device, arena, host, compute, compute, filler, guards, None, step_tensors, sample)
 
 
+def _raise_unavailable(error: RuntimeError) -> NoReturn:
+    """What CUDA refuses at the start becomes ``DeviceUnavailable``; errors of kvmem's own stay."""
+    if not isinstance(error, KVMemError):
+        raise DeviceUnavailable(f"device cuda could not be set up: {str(error)[:200]}") from error
+    raise error
+
+
 def make_device(config: StoreConfig, progress: Progress | None = None) -> Device:
     """The device of ``config.device``. ``sync=True`` makes a simulated one run everything at once.
 
@@ -152,5 +162,8 @@ def make_device(config: StoreConfig, progress: Progress | None = None) -> Device
         from kvmem.store.cuda.device import CudaDevice
 
         cuda = api.open_cuda(config.device)
-        return CudaDevice(cuda, sync=config.sync, numa_node=config.numa_node, progress=progress)
+        try:
+            return CudaDevice(cuda, sync=config.sync, numa_node=config.numa_node, progress=progress)
+        except RuntimeError as error:
+            _raise_unavailable(error)
     raise ValueError(f"device {config.device!r} is unknown; known: 'cpu', 'sim', 'cuda'")

@@ -204,6 +204,7 @@ class Store:
         assert self.step_tensors is not None
         if arrays.kept is not None:
             arrays.kept.release()
+            arrays.kept = None
         arrays.kept = self.step_tensors(arrays)
         return cast("StepTensors", arrays.kept)
 

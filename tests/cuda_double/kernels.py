@@ -26,13 +26,14 @@ from cuda_kernels.frames import cuda_call as frames
 from cuda_kernels.plane import Plane
 from tests.cuda_double.memory import bytes_at
 from tests.cuda_double.streams import Span, Streams
+from tests.cuda_double.torch_cuda import TorchCuda
 
 
 class KernelDevice:
     """What the arrays of one double name as their device."""
 
-    def __init__(self, streams: Streams) -> None:
-        self.streams = streams
+    def __init__(self, streams: Streams, torch_cuda: TorchCuda) -> None:
+        self.streams, self.torch = streams, torch_cuda
 
     def launch(self, launch: Launch, stream: int) -> None:
         raise AssertionError(f"{launch.source.name} is not doubled")
@@ -73,6 +74,8 @@ def plane_spans(
 def _streams(array: DeviceArray) -> Streams:
     device: Any = array.device
     streams: Streams = device.streams
+    if device.torch.current_device() != device.torch.ordinal:
+        streams.found.append("a kernel on another GPU")
     return streams
 
 

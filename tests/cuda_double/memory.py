@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tests.cuda_double.streams import Touch
+
 #: Accesses are told apart by so many bytes: planes of a frame start at multiples of them.
 CELL_BYTES = 64
 
@@ -24,6 +26,7 @@ class Region:
     num_bytes: int
     pinned: bool
     freed: bool = False
+    origin: Touch | None = None  # of its last owner
     holds: list[Any] = field(default_factory=list)
 
 
@@ -39,14 +42,14 @@ class Memory:
             tuple[str, int, int]
         ] = []  # registered, unregistered: what, where, bytes
 
-    def empty(self, num_bytes: int, pinned: bool) -> torch.Tensor:
-        """A uint8 tensor, its bytes 0xA5: nobody may count on zeros. Raises MemoryError."""
+    def empty(self, num_bytes: int, pinned: bool, origin: Touch | None) -> torch.Tensor:
+        """A uint8 tensor, its bytes 0xA5: nobody may count on zeros. Raises RuntimeError."""
         if not pinned and self.used + num_bytes > self.capacity:
-            raise MemoryError("CUDA out of memory (double)")
+            raise RuntimeError("CUDA out of memory (double)")  # torch.OutOfMemoryError is one
         whole = np.full(num_bytes + CELL_BYTES, 0xA5, np.uint8)
         shift = -whole.ctypes.data % CELL_BYTES
         array = whole[shift : shift + num_bytes]
-        region = Region(array.ctypes.data, num_bytes, pinned)
+        region = Region(array.ctypes.data, num_bytes, pinned, origin=origin)
         for start in [s for s in self._starts if region.address <= s < region.address + num_bytes]:
             self._forget(start)  # freed memory that the system gave out again
         bisect.insort(self._starts, region.address)
@@ -73,6 +76,23 @@ class Memory:
         region = self._regions[self._starts[at]]
         return region if address < region.address + region.num_bytes else None
 
+    def origin(self, number: int) -> Touch | None:
+        """Whose memory a cell was before it was handed out."""
+        region = self.region(number * CELL_BYTES)
+        return None if region is None else region.origin
+
+    def in_use(self) -> int:
+        """Regions that were not given back."""
+        return sum(not region.freed for region in self._regions.values())
+
+    def check_bounds(self, address: int, num_bytes: int, what: str) -> None:
+        """Raise AssertionError for memory handed out here that was given back, or is too short."""
+        region = self.region(address)
+        if region is not None and num_bytes:
+            assert not region.freed, f"{what}: memory that was given back"
+            end = region.address + region.num_bytes
+            assert address + num_bytes <= end, f"{what}: past the end of its memory"
+
     def check_device(self, address: int, num_bytes: int, what: str) -> None:
         """Raise AssertionError unless these are bytes of the GPU, allocated and not given back."""
         region = self.region(address)
@@ -85,12 +105,13 @@ class Memory:
         region = self.region(address)
         if region is not None:
             return region.pinned and not region.freed
-        at, end = address, address + num_bytes
-        while at < end:
-            found = [a + n for a, n in self.registered.items() if a <= at < a + n]
-            if not found:
-                return False
-            at = max(found)
+        end = address + num_bytes
+        touched = [(a, n) for a, n in self.registered.items() if a < end and address < a + n]
+        if not touched:
+            return False
+        first, size = touched[0]
+        inside = len(touched) == 1 and first <= address and end <= first + size
+        assert inside, "a copy that lies in no single registration: CUDA refuses it"
         return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvmem.store.cuda.cost_figures import DIRECTIONS, Costs, Figures
 from kvmem.store.cuda.cost_model import CostModel
 from kvmem.store.cuda.device import CudaDevice
 from kvmem.store.device import Stream
+from tests.cuda_double.faults import Faults
 from tests.cuda_double.kernels import KernelDevice, double_kernels
 from tests.cuda_double.memory import Memory, cells
 from tests.cuda_double.runtime import Runtime
@@ -48,17 +50,21 @@ class Double:
     @classmethod
     def new(cls, seed: int, mode: str = "random", capacity: int = 1 << 40) -> Double:
         """A GPU with so many bytes."""
-        memory = Memory(capacity)
+        memory, faults = Memory(capacity), Faults()
         streams = Streams(seed, mode, cells)
-        torch_cuda = TorchCuda(streams, memory, ORDINAL)
-        runtime = Runtime(streams, memory, torch_cuda)
+        streams.origin, streams.bounds = memory.origin, memory.check_bounds
+        torch_cuda = TorchCuda(streams, memory, ORDINAL, faults)
+        runtime = Runtime(streams, memory, torch_cuda, faults)
 
         def empty(num_bytes: int, pinned: bool) -> torch.Tensor:
-            made = memory.empty(num_bytes, pinned)
+            torch_cuda.begin("pinned memory" if pinned else "memory")
+            handle = torch_cuda.current_stream(ORDINAL).cuda_stream
+            origin = None if pinned else streams.last_owner(handle)
+            made = memory.empty(num_bytes, pinned, origin)
             streams.forget(made.data_ptr(), num_bytes)
             return made
 
-        kernels: Any = KernelDevice(streams)
+        kernels: Any = KernelDevice(streams, torch_cuda)
         cuda = Cuda(
             ORDINAL,
             torch_cuda=torch_cuda,
@@ -70,6 +76,16 @@ class Double:
         made = cls(streams, memory, torch_cuda, runtime, cuda)
         cuda.owns = lambda tensor: made.owns_tensors  # type: ignore[method-assign]
         return made
+
+    def check(self) -> None:
+        """Run what is left, and raise for all that was wrong up to now."""
+        for handle in list(self.streams.queues):
+            self.streams.let_go(handle)
+        for handle in list(self.streams.queues):
+            self.streams.settle(handle)
+        assert not self.streams.found, self.streams.found[:3]
+        faults = self.runtime.faults
+        assert faults.lost or not faults.last_error, "an error that the next launch would tell"
 
     def device(self, *, sync: bool = False) -> HeldDevice:
         """A new device of this GPU."""
@@ -111,9 +127,10 @@ class HeldDevice(CudaDevice):
 def install(monkeypatch: pytest.MonkeyPatch, seed: int, mode: str) -> list[Double]:
     """Each Manager on "cuda" gets a double of its own from here on; they are listed."""
     made: list[Double] = []
+    numbers = itertools.count(seed)
 
     def open_double(name: str) -> Cuda:
-        made.append(Double.new(seed + len(made), mode))
+        made.append(Double.new(next(numbers), mode))
         return made[-1].cuda
 
     monkeypatch.setattr(api, "open_cuda", open_double)

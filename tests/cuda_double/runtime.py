@@ -7,27 +7,16 @@ error)`` makes the n-th call of a name fail.
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from typing import Any
 
+import numpy as np
+
+from tests.cuda_double.faults import Error, Faults
 from tests.cuda_double.memory import Memory, bytes_at
 from tests.cuda_double.streams import Streams
+from tests.store.cuda.fake_cudart import is_mapped
 
 Returned = tuple[Any, ...]
-
-
-class Error(enum.IntEnum):
-    cudaSuccess = 0
-    cudaErrorInvalidValue = 1
-    cudaErrorMemoryAllocation = 2
-    cudaErrorIllegalAddress = 700
-    cudaErrorNotReady = 600
-    cudaErrorHostMemoryAlreadyRegistered = 712
-    cudaErrorHostMemoryNotRegistered = 713
-    cudaErrorNotSupported = 801
-
-
-LASTING = {Error.cudaErrorIllegalAddress}
 
 
 class Runtime:
@@ -37,39 +26,42 @@ class Runtime:
     cudaHostRegisterPortable = 1
     cudaHostRegisterDefault = 0
 
-    def __init__(self, streams: Streams, memory: Memory, torch_cuda: Any) -> None:
+    def __init__(self, streams: Streams, memory: Memory, torch_cuda: Any, faults: Faults) -> None:
         self._streams, self._memory, self._torch = streams, memory, torch_cuda
-        self._faults: dict[tuple[str, int], Error] = {}
-        self.calls: Counter[str] = Counter()
-        self.lost: Error | None = None
-        self.last_error = Error.cudaSuccess
+        self.faults, self.calls = faults, faults.calls
 
     # --- faults ---------------------------------------------------------------------------------
 
     def fail(self, name: str, nth: int, error: Error) -> None:
         """Let the nth call of a function from now on (the next is 1) fail."""
-        self._faults[name, self.calls[name] + nth] = error
+        self.faults.fail(name, nth, error)
 
     def _begin(self, name: str) -> Error:
-        needs_context = not name.startswith("cudaHost")
+        needs_context = name != "cudaHostUnregister"  # portable: any context will do
         here = self._torch.current_device() == self._torch.ordinal
+        if needs_context and not here:
+            self._streams.found.append(f"{name} on another GPU")
         assert here or not needs_context, f"{name} on another GPU"
-        self.calls[name] += 1
-        error = self.lost or self._faults.pop((name, self.calls[name]), Error.cudaSuccess)
-        if error in LASTING:
-            self.lost = error
-        if error:
-            self.last_error = error
+        if "Async" in name:
+            self._torch.not_captured(name)
+        error = self.faults.begin(name)
+        if self.faults.lost and not self._streams.dead:
+            self._streams.die()
         return error
 
     def cudaGetLastError(self) -> Returned:
-        found, self.last_error = self.last_error, self.lost or Error.cudaSuccess
+        faults = self.faults
+        found, faults.last_error = faults.last_error, faults.lost or Error.cudaSuccess
         return (found,)
 
     def cudaStreamQuery(self, handle: int) -> Returned:
-        if self.lost:
-            return (self.lost,)
-        return (Error.cudaErrorNotReady if self._streams.queues[handle] else Error.cudaSuccess,)
+        """ "Not ready" is remembered as an error is, and would be told by the next launch."""
+        if self.faults.lost:
+            return (self.faults.lost,)
+        if not self._streams.queues[handle]:
+            return (Error.cudaSuccess,)
+        self.faults.last_error = Error.cudaErrorNotReady
+        return (Error.cudaErrorNotReady,)
 
     # --- copies ---------------------------------------------------------------------------------
 
@@ -124,10 +116,17 @@ class Runtime:
             self._memory.check_device(on_gpu, count, "copy")
             if locked:
                 assert self._memory.is_locked(on_host, count), "page-locked memory was unlocked"
+            if given is not None:
+                same = np.array_equal(given, bytes_at(source, count))
+                assert same, "the host wrote page-locked memory that a copy had yet to read"
             bytes_at(target, count)[:] = bytes_at(source, count)
 
         def spans() -> Any:
             return [(source, count)], [(target, count)]
+
+        given = None
+        if region is not None and kind == 1:
+            given = bytes_at(source, count).copy()
 
         way = "to the GPU" if kind == 1 else "from the GPU"
         self._streams.work(handle, f"copy of {count} bytes {way}", run, spans)
@@ -159,6 +158,9 @@ class Runtime:
 
     def cudaHostRegister(self, address: int, count: int, flags: int) -> Returned:
         error = self._begin("cudaHostRegister")
+        for other, size in self._memory.registered.items():
+            if not error and address < other + size and other < address + count:
+                error = self.faults.last_error = Error.cudaErrorHostMemoryAlreadyRegistered
         if not error:
             self._memory.registered[address] = count
             self._memory.history.append(("registered", address, count))
@@ -167,8 +169,10 @@ class Runtime:
     def cudaHostUnregister(self, address: int) -> Returned:
         error = self._begin("cudaHostUnregister")
         if not error and address not in self._memory.registered:
-            error = self.last_error = Error.cudaErrorHostMemoryNotRegistered
+            error = self.faults.last_error = Error.cudaErrorHostMemoryNotRegistered
         if not error:
+            mapped = is_mapped(address, self._memory.registered[address])
+            assert mapped, "unmapped while it was page-locked"
             count = self._memory.registered.pop(address)
             self._memory.history.append(("unregistered", address, count))
         return (error,)

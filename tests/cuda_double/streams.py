@@ -35,6 +35,9 @@ def locked(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+Touch = tuple[int, int, str]
+
+
 class Race(AssertionError):
     """Two accesses that nothing orders."""
 
@@ -66,8 +69,8 @@ class Work:
 
 @dataclass(slots=True)
 class Cell:
-    writer: tuple[int, int, str] | None = None
-    readers: dict[int, tuple[int, int, str]] = field(default_factory=dict)
+    writer: Touch | None = None
+    readers: dict[int, Touch] = field(default_factory=dict)
 
 
 class Streams:
@@ -81,12 +84,17 @@ class Streams:
         self.clocks: dict[int, Clock] = {}
         self.host: Clock = {HOST: 0}
         self.held: set[int] = set()
+        self.dead = False
         self._cells: dict[int, Cell] = {}
         self._cells_of = cells
         self.log: list[str] = []
         #: Streams that torch works on too: torch's work runs at once here, so theirs does as well,
         #: as far as it can.
         self.prompt: set[int] = set()
+        #: Who had the memory of a cell before it was handed out, and what is wrong up to now.
+        self.origin: Callable[[int], Touch | None] = lambda number: None
+        self.bounds: Callable[[int, int, str], None] = lambda address, num_bytes, what: None
+        self.found: list[str] = []
         self.num_checked = self.num_host_waits = 0
         self.now = 0.0  # seconds of the double's own time, for events that measure
 
@@ -102,6 +110,21 @@ class Streams:
         self.changed.notify_all()
 
     @locked
+    def die(self) -> None:
+        """The context is lost: nothing runs any more, what is queued neither."""
+        self.dead = True
+        for queue in self.queues.values():
+            queue.clear()
+        self.changed.notify_all()
+
+    @locked
+    def last_owner(self, handle: int) -> Touch:
+        """Work on a stream that used some memory, which torch hands out again before it ran."""
+        tick = self.clocks[handle].get(handle, 0) + len(self.queues[handle]) + 1
+        self.put(handle, Work("last owner", dict(self.host), "", _nothing, _no_spans))
+        return handle, tick, "the work of the memory's last owner"
+
+    @locked
     def new(self) -> int:
         """The handle of a new stream."""
         handle = 0x100 + len(self.queues)
@@ -111,7 +134,10 @@ class Streams:
     @locked
     def put(self, handle: int, work: Work) -> None:
         """Queue work; what runs now is the mode's choice."""
+        assert handle in self.queues, f"{work.what} on the legacy stream, or no stream"
         self.log.append(f"{handle:#x} {work.what}")
+        if self.dead:
+            return
         self.queues[handle].append(work)
         if self.mode == "eager":
             self._turns(1 << 30)
@@ -166,7 +192,7 @@ class Streams:
     @locked
     def reach(self, done: Callable[[], bool], handle: int) -> None:
         """Run what it takes until ``done``, which the stream brings about."""
-        while not done():
+        while not done() and not self.dead:
             needed = self._needed(handle)
             if needed is not None:
                 self._run(needed)
@@ -174,6 +200,14 @@ class Streams:
                 assert self.changed.wait(10), f"a wait that nothing ends: {self.describe()}"
             else:
                 raise AssertionError(f"a wait that nothing ends: {self.describe()}")
+
+    @locked
+    def advance(self, handle: int, count: int) -> None:
+        """Time passes: what brings a stream forward runs, no more."""
+        for _ in range(count):
+            needed = self._needed(handle)
+            if needed is not None:
+                self._run(needed)
 
     @locked
     def settle(self, handle: int) -> None:
@@ -250,17 +284,23 @@ class Streams:
             work.record.ended = self.now
         else:
             assert work.run is not None and work.spans is not None
-            reads, writes = work.spans()
-            self._check((handle, clock[handle], f"{work.what} ({work.site})"), clock, reads, writes)
-            work.run()
+            touch = (handle, clock[handle], f"{work.what} ({work.site})")
+            try:
+                reads, writes = work.spans()
+                self._check(touch, clock, reads, writes)
+                work.run()
+            except AssertionError as error:  # whoever is called now may swallow it
+                self.found.append(str(error))
+                raise
 
-    def _check(
-        self, touch: tuple[int, int, str], clock: Clock, reads: list[Span], writes: list[Span]
-    ) -> None:
+    def _check(self, touch: Touch, clock: Clock, reads: list[Span], writes: list[Span]) -> None:
         for spans, is_write in ((reads, False), (writes, True)):
             for address, num_bytes in spans:
+                self.bounds(address, num_bytes, touch[2])
                 for number in self._cells_of(address, num_bytes):
-                    cell = self._cells.setdefault(number, Cell())
+                    cell = self._cells.get(number)
+                    if cell is None:
+                        cell = self._cells[number] = Cell(self.origin(number))
                     self.num_checked += 1
                     self._order(cell.writer, touch, clock)
                     if is_write:
@@ -270,18 +310,27 @@ class Streams:
                     else:
                         cell.readers[touch[0]] = touch
 
-    def _order(
-        self, before: tuple[int, int, str] | None, now: tuple[int, int, str], clock: Clock
-    ) -> None:
+    def _order(self, before: Touch | None, now: Touch, clock: Clock) -> None:
         if before is None or before[1] <= clock.get(before[0], 0):
             return
+        if now[0] == HOST:
+            self.found.append(f"{now[2]} is not ordered after {before[2]}")
         raise Race(f"{now[2]} is not ordered after {before[2]}")
 
     @locked
     def forget(self, address: int, num_bytes: int) -> None:
         """Memory was handed out anew: nobody's accesses to it count any more."""
-        for number in self._cells_of(address, num_bytes):
-            self._cells.pop(number, None)
+        numbers = self._cells_of(address, num_bytes)
+        for number in [n for n in numbers if n in self._cells]:
+            del self._cells[number]
+
+
+def _nothing() -> None:
+    """The kernel of a last owner."""
+
+
+def _no_spans() -> tuple[list[Span], list[Span]]:
+    return [], []
 
 
 def _site() -> str:

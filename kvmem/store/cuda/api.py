@@ -68,6 +68,7 @@ class Cuda:
         """Whether an error lasts: the stream does not even answer (the context is gone)."""
         success, not_ready = 0, 600
         (code,) = self.runtime.cudaStreamQuery(handle)
+        self.runtime.cudaGetLastError()  # "not ready" would be the next launch's error else
         return int(code) not in (success, not_ready)
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -88,6 +89,12 @@ class Cuda:
     def new_stream(self) -> Any:
         """A stream whose work is preferred where both could run: copies, next to compute."""
         return self.torch.Stream(device=self.ordinal, priority=-1)
+
+    def empty_on(self, queue: Any, num_bytes: int) -> torch.Tensor:
+        """Memory of the GPU for the work of a torch stream: what torch hands out may still be in
+        use by its last owner, on the stream that it is allocated on, and on no other."""
+        with self.torch.stream(queue):
+            return self.empty(num_bytes, False)
 
     def new_event(self, *, timing: bool = False) -> Any:
         """An event, not recorded. Its first record fixes the GPU."""

@@ -7,6 +7,7 @@ fragments nobody's cache and ``close`` gives all of it back. Host memory is the 
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,14 +15,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvmem.errors import ConfigError, ManagerClosed
+from kvmem.errors import ConfigError, DeviceUnavailable, ManagerClosed
 from kvmem.store.arena import ArenaBase
 from kvmem.store.cuda.api import DEVICE_TO_HOST, Cuda
 from kvmem.store.device import FrameIds
 
 
 class CudaArena(ArenaBase):
-    """Zeroed device memory. Raises ``ConfigError`` when the device has not enough of it.
+    """Zeroed device memory. Raises ``ConfigError`` when the device has not enough of it,
+    ``DeviceUnavailable`` when it can't be written.
 
     The constructor waits until the zeros are there, so every stream sees them.
     """
@@ -41,8 +43,11 @@ class CudaArena(ArenaBase):
                 "free: ask for fewer blocks"
             ) from error
         self._tensor: torch.Tensor | None = whole.view(num_frames, frame_bytes)
-        self.fill(0, self.num_bytes, 0, cuda.current_stream().cuda_stream)
-        cuda.current_stream().synchronize()
+        try:
+            self.fill(0, self.num_bytes, 0, cuda.current_stream().cuda_stream)
+            cuda.current_stream().synchronize()
+        except RuntimeError as error:
+            raise DeviceUnavailable(f"{name} arena: it was not zeroed: {error}") from error
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -86,6 +91,17 @@ class CudaArena(ArenaBase):
     def close(self) -> None:
         """Give the memory back once no view holds it. The device must be done with it."""
         self._tensor = self._pool = None
+
+    def abandon(self) -> None:
+        """Close without giving the memory back: the device is not done with it."""
+        keep_for_good(self._tensor, self._pool)
+        self.close()
+
+
+def keep_for_good(*things: object) -> None:
+    """Let things live as long as the process."""
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _own_pool(cuda: Cuda) -> tuple[Any, AbstractContextManager[Any]]:

@@ -6,6 +6,7 @@ tensors need no care beyond what torch asks for.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,17 @@ from kvmem.store.device import FrameIds, Stream
 from kvmem.store.layout import STORAGE_DTYPES, Layout
 from kvmem.store.operands import Operands
 from kvmem.store.tensors import TensorChecks, check_finite, head_vector
+
+
+def _working(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Kernels of a caller: an error of CUDA that lasts becomes ``DeviceUnavailable``."""
+
+    @functools.wraps(method)
+    def call(self: CudaCompute, *arguments: Any, **options: Any) -> Any:
+        with self._device.working(method.__name__):
+            return method(self, *arguments, **options)
+
+    return call
 
 
 class CudaCompute:
@@ -67,6 +79,7 @@ class CudaCompute:
             named = zip(scales, upload.arrays, strict=True)
             self._scales[i] = {f"{name}_scale": array for (name, _), array in named}
 
+    @_working
     def write(
         self,
         layer: int,
@@ -104,6 +117,7 @@ class CudaCompute:
         if upload is not None:
             upload.release(queue)
 
+    @_working
     def attend(
         self,
         layer: int,

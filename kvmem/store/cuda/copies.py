@@ -12,13 +12,16 @@ page-locked memory (`Pinned.split`).
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from cuda_kernels.cuda.array import DeviceArray
 from kvmem.store.cuda.api import DEVICE_TO_HOST, HOST_TO_DEVICE, Cuda, CudaError
+from kvmem.store.cuda.arena import keep_for_good
 from kvmem.store.cuda.cost_figures import WAYS, Direction, Way
 from kvmem.store.cuda.cost_model import CostModel
 from kvmem.store.cuda.pinning import Pinned
@@ -47,7 +50,7 @@ class Sides(NamedTuple):
 
 
 class Copies:
-    """Queues the transfers of one GPU; guarded by the store's lock.
+    """Queues the transfers of one GPU. Thread-safe.
 
     ``model`` chooses the way (None: copies), ``host`` says what of the host arena, which starts at
     ``host_address``, is page-locked.
@@ -55,11 +58,12 @@ class Copies:
 
     def __init__(self, cuda: Cuda, uploads: Uploads) -> None:
         self._cuda, self._uploads = cuda, uploads
+        self._lock = threading.Lock()  # the pieces of one transfer stay together
         self.model: CostModel | None = None
         self._pinned: Pinned | None = None
         self._host_address = 0
         self._attributes: Any = None
-        self._staging: dict[Direction, Any] = {}  # tensors, each used on one stream only
+        self._staging: dict[Direction, torch.Tensor] = {}  # tensors, each used on one stream only
         self.num_chosen: dict[Way, int] = dict.fromkeys(WAYS, 0)  # transfers, for `stats`
 
     def serve(self, pinned: Pinned, address: int) -> None:
@@ -89,9 +93,12 @@ class Copies:
             sides = Sides(source, source_ids, target, target_ids)
         else:
             sides = Sides(target, target_ids, source, source_ids)
-        way = self._choose(direction, sides)
-        self.num_chosen[way] += 1
-        self.go(way, direction, queue, sides)
+        with self._lock:
+            way = self._choose(direction, sides)
+            if way == "staged" and not self._has_buffer(direction, queue):
+                way = "copies"  # slower, and needs no memory
+            self.num_chosen[way] += 1
+            self.go(way, direction, queue, sides)
 
     def go(self, way: Way, direction: Direction, queue: Any, sides: Sides) -> None:
         """Queue a transfer by one way. Raises CudaError, NotImplementedError."""
@@ -164,26 +171,40 @@ class Copies:
         from cuda_kernels import gather_frames, scatter_frames
 
         sides, size = sides.by_host(), sides.gpu.frame_bytes
-        if direction not in self._staging:
-            self._staging[direction] = self._cuda.empty(STAGING_BYTES, False)
-        staging, handle = self._staging[direction].data_ptr(), queue.cuda_stream
+        staging, handle = self._buffer(direction, queue).data_ptr(), queue.cuda_stream
         frames = self._rows(sides.gpu.address, sides.gpu.num_frames, size)
         step = max(1, STAGING_BYTES // size)
         for begin in range(0, len(sides.gpu_ids), step):
             part = slice(begin, begin + step)
             count = len(sides.gpu_ids[part])
-            upload = self._uploads.upload(queue, (sides.gpu_ids[part],))
             rows = self._rows(staging, count, size)
             buffer = _Buffer(staging, count, size)
             numbers = np.arange(count, dtype=np.int32)
             runs = self._runs(Sides(buffer, numbers, sides.host, sides.host_ids[part]))
-            if direction == "out":
-                gather_frames(rows, frames, upload.arrays[0], check=False, stream=handle)
-                self._copy_each(direction, handle, runs)
-            else:
-                self._copy_each(direction, handle, runs)
-                scatter_frames(frames, upload.arrays[0], rows, check=False, stream=handle)
-            upload.release(queue)
+            upload = self._uploads.upload(queue, (sides.gpu_ids[part],))
+            try:
+                if direction == "out":
+                    gather_frames(rows, frames, upload.arrays[0], check=False, stream=handle)
+                    self._copy_each(direction, handle, runs)
+                else:
+                    self._copy_each(direction, handle, runs)
+                    scatter_frames(frames, upload.arrays[0], rows, check=False, stream=handle)
+            finally:
+                upload.release(queue)
+
+    def _buffer(self, direction: Direction, queue: Any) -> torch.Tensor:
+        """The buffer of a direction. Raises MemoryError, RuntimeError at the first call."""
+        if direction not in self._staging:
+            self._staging[direction] = self._cuda.empty_on(queue, STAGING_BYTES)
+        return self._staging[direction]
+
+    def _has_buffer(self, direction: Direction, queue: Any) -> bool:
+        """Whether there is one: the GPU may have no memory left for it."""
+        try:
+            self._buffer(direction, queue)
+        except (MemoryError, RuntimeError):
+            return False
+        return True
 
     def _rows(self, address: int, count: int, size: int) -> DeviceArray:
         """Frames as the kernels see them."""
@@ -192,6 +213,10 @@ class Copies:
     def close(self) -> None:
         """Drop the buffers; the streams are idle."""
         self._staging.clear()
+
+    def abandon(self) -> None:
+        """The streams are not idle: the buffers stay for good."""
+        keep_for_good(*self._staging.values())
 
 
 class _Buffer:

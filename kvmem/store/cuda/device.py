@@ -10,13 +10,14 @@ it; who reads one by torch is ordered by the stream.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvmem.errors import DeviceUnavailable, ManagerClosed
+from kvmem.errors import DeviceUnavailable, KVMemError, ManagerClosed
 from kvmem.fork import ForkGuard
 from kvmem.store.arena import ArenaBase
 from kvmem.store.cuda.api import Cuda
@@ -36,10 +37,13 @@ from kvmem.store.device import (
     FrameIds,
     Memory,
     Moved,
+    Named,
     Stream,
     Ticket,
     is_survivable,
 )
+
+LOG = logging.getLogger("kvmem")
 
 #: Seconds between two looks at a fence that the host waits for: at first, and at most.
 FIRST_LOOK, LAST_LOOK = 20e-6, 1e-3
@@ -67,9 +71,10 @@ class CudaDevice(Device):
         self._lock = threading.Lock()
         with cuda.here():
             self._streams = {stream: cuda.new_stream() for stream in (Stream.OUT, Stream.IN)}
-        self.events = EventPool(cuda)
+        self.events, self._timers = EventPool(cuda), EventPool(cuda, timing=True)
         self.uploads = Uploads(cuda)
         self.copies = Copies(cuda, self.uploads)
+        self._arenas: list[CudaArena | HostArena] = []
         self._last_compute: Any = None  # the torch stream that COMPUTE was last
         self._moved = dict.fromkeys(Stream, NOTHING_MOVED)
         self._unfenced = dict.fromkeys(Stream, NOTHING_MOVED)  # behind the last fence
@@ -85,12 +90,15 @@ class CudaDevice(Device):
         """Memory of the GPU, or page-locked host memory, for whose transfers the ways are measured.
         Raises ``ConfigError``, ``DeviceUnavailable``."""
         if not host:
-            return CudaArena(self.cuda, name, num_frames, frame_bytes)
+            made = CudaArena(self.cuda, name, num_frames, frame_bytes)
+            self._arenas.append(made)
+            return made
         self.copies.model = self.measure()
         arena = HostArena(
             self.cuda, name, num_frames, frame_bytes,
             numa_node=self._numa_node, progress=self._progress,
         )  # fmt: skip
+        self._arenas.append(arena)
         self.copies.serve(arena.pinned, arena.address)
         return arena
 
@@ -135,14 +143,16 @@ class CudaDevice(Device):
         self.check(own.label)
         with self._guarded(own.label):
             queue = self.stream(stream)
-            own.event = self.events.take()
-            own.event.record(queue)
+            event = self.events.take()
+            event.record(queue)
+            own.event = event  # not before: its last record would count as this one's
             if self._sync and stream is not Stream.COMPUTE:
                 queue.synchronize()
         with self._lock:
             moved, self._unfenced[stream] = self._unfenced[stream], NOTHING_MOVED
             if moved is not NOTHING_MOVED:
                 self._counting[stream].append((own, moved))
+                self._count_reached(stream)  # or fences pile up where nobody asks
 
     def wait(self, stream: Stream, fence: Fence) -> None:
         """What ``stream`` is given from now on runs after ``fence``; the host goes on.
@@ -160,7 +170,7 @@ class CudaDevice(Device):
     def query(self, fence: Fence) -> bool:
         """Whether ``fence`` is reached; never waits. False for ever after a failure."""
         own = _own(fence)
-        if self._error is not None or self._closed or own.event is None:
+        if self._error is not None or self._closed or self._fork.in_child or own.event is None:
             return False
         if not own.reached:
             try:
@@ -221,10 +231,15 @@ class CudaDevice(Device):
         writes: Sequence[Access] = (),
         moved: Moved | None = None,
     ) -> None:
-        """Call ``function``, which queues on ``stream``. What it raises fails the device."""
+        """Call ``function``, which queues on ``stream``. What it raises fails the device: nobody
+        knows what of it was queued."""
         self.check(stream.name.lower())
-        with self._guarded(stream.name.lower()), self.cuda.here():
-            function()
+        try:
+            with self.cuda.here():
+                function()
+        except Exception as error:
+            self._fail(error)
+            self.check(stream.name.lower())
         if moved is not None:
             self._count(stream, moved)
 
@@ -232,8 +247,9 @@ class CudaDevice(Device):
         self, stream: Stream, queue: Callable[[], None], told: Callable[[float], None]
     ) -> None:
         """Two events around the work; ``told`` is called by the poll that finds it ended."""
+        self.check(stream.name.lower())
         with self._guarded(stream.name.lower()):
-            begin, end = (self.cuda.new_event(timing=True) for _ in range(2))
+            begin, end = self._timers.take(), self._timers.take()
             torch_stream = self.stream(stream)
             begin.record(torch_stream)
             queue()
@@ -241,17 +257,28 @@ class CudaDevice(Device):
         with self._lock:
             self._timings.append((begin, end, told))
 
+    def settle(self, stream: Stream) -> None:
+        """The caller's current stream follows COMPUTE, for what it is about to read by torch."""
+        if self._error is None and not self._closed and not self._fork.in_child:
+            with self._guarded(stream.name.lower()):
+                self.stream(stream)
+
+    def read_back(self, arena: Named, frames: FrameIds) -> None:
+        """As `settle`: frames of the device are read in the order of COMPUTE."""
+        self.settle(Stream.COMPUTE)
+
     def moved(self, stream: Stream) -> Moved:
         """Counted when a fence behind the work was reached."""
         with self._lock:
-            counting = self._counting[stream]
-            while counting and self.query(counting[0][0]):
-                self._moved[stream] += counting.popleft()[1]
+            self._count_reached(stream)
             ended = []
-            while self._timings and not self._closed and self._timings[0][1].query():
+            while self._timings and self._has_passed(self._timings[0][1]):
                 ended.append(self._timings.popleft())
         for begin, end, told in ended:
-            told(begin.elapsed_time(end) / 1000)
+            seconds = begin.elapsed_time(end) / 1000
+            self._timers.give(begin)
+            self._timers.give(end)
+            told(seconds)
         return self._moved[stream]
 
     def transfer_counts(self) -> dict[str, int]:
@@ -271,14 +298,18 @@ class CudaDevice(Device):
 
     def close(self) -> None:
         """Wait up to 5 s for what the streams were given: the GPU can't be told to drop it, and its
-        memory must not go before. A second call: no-op."""
+        memory must not go before. What is not over by then keeps its memory, for as long as the
+        process lives, and a warning says so. A second call: no-op."""
         if self._closed or self._fork.in_child:
             return
         self._closed = True
-        last = [*self._streams.values(), self._last_compute]
+        last = filter(None, [*self._streams.values(), self._last_compute])
         end = time.monotonic() + CLOSE_SECONDS
-        for stream in filter(None, last):
-            while self._error is None and not self._is_idle(stream) and time.monotonic() < end:
+        for stream in last:
+            while not self._is_idle(stream):  # of a failed device too: its copies may be under way
+                if time.monotonic() >= end:
+                    self._abandon()
+                    break
                 time.sleep(LAST_LOOK)
         self.copies.close()
         self.uploads.close()
@@ -292,6 +323,31 @@ class CudaDevice(Device):
             self._fail(error)
             return True
 
+    def _abandon(self) -> None:
+        """Give up all memory without giving it back."""
+        LOG.warning(
+            "the GPU was not done %g s after a Manager was closed; the memory of that Manager "
+            "stays taken until the process ends",
+            CLOSE_SECONDS,
+        )
+        for kept in (self.copies, self.uploads, *self._arenas):
+            kept.abandon()
+
+    def _count_reached(self, stream: Stream) -> None:
+        """Count what lies before a fence that is reached; under the lock."""
+        counting = self._counting[stream]
+        while counting and self.query(counting[0][0]):
+            self._moved[stream] += counting.popleft()[1]
+
+    def _has_passed(self, event: Any) -> bool:
+        if self._error is not None or self._closed or self._fork.in_child:
+            return False
+        try:
+            return bool(event.query())
+        except Exception as error:
+            self._fail(error)
+            return False
+
     def _count(self, stream: Stream, moved: Moved) -> None:
         with self._lock:
             self._unfenced[stream] += moved
@@ -302,6 +358,15 @@ class CudaDevice(Device):
 
     def _guarded(self, what: str) -> _Guard:
         return _Guard(self, what)
+
+    def working(self, what: str) -> _Guard:
+        """A guard of work whose caller hears of what is refused once: only an error that lasts
+        fails the device."""
+        return _Guard(self, what, survivable=True)
+
+    def is_lost(self) -> bool:
+        """Whether the GPU's context is gone."""
+        return self.cuda.is_lost(self._streams[Stream.OUT].cuda_stream)
 
     def check(self, what: str) -> None:
         """Raise when nothing can be given to the device any more."""
@@ -317,16 +382,19 @@ class CudaDevice(Device):
 
 
 class _Guard:
-    """An error of CUDA in the body fails the device and becomes ``DeviceUnavailable``."""
+    """An error of CUDA in the body fails the device and becomes ``DeviceUnavailable``; with
+    ``survivable`` only if it lasts."""
 
-    def __init__(self, device: CudaDevice, what: str) -> None:
-        self._device, self._what = device, what
+    def __init__(self, device: CudaDevice, what: str, *, survivable: bool = False) -> None:
+        self._device, self._what, self._survivable = device, what, survivable
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, DeviceUnavailable):
+        if not isinstance(error, RuntimeError) or isinstance(error, KVMemError):
+            return
+        if not self._survivable or self._device.is_lost():
             self._device._fail(error)
             self._device.check(self._what)
 

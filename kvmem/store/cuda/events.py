@@ -17,8 +17,8 @@ class EventPool:
     not; none is made in the steady state.
     """
 
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
+    def __init__(self, cuda: Cuda, *, timing: bool = False) -> None:
+        self._cuda, self._timing = cuda, timing
         self._free: deque[Any] = deque()
         self.num_made = 0
 
@@ -28,7 +28,7 @@ class EventPool:
             return self._free.pop()
         except IndexError:
             self.num_made += 1
-            return self._cuda.new_event()
+            return self._cuda.new_event(timing=self._timing)
 
     def give(self, event: Any) -> None:
         """Take an event back."""

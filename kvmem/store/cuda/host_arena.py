@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvmem.numa import OF_GPU
 from kvmem.store.arena import Arena
 from kvmem.store.cuda.api import Cuda
+from kvmem.store.cuda.arena import keep_for_good
 from kvmem.store.cuda.pinning import Pinned, Progress, numa_node_of, pin
 
 
@@ -46,6 +47,11 @@ class HostArena(Arena):
         if not self.closed:
             self.pinned.unpin()
         super().close()
+
+    def abandon(self) -> None:
+        """Close without unlocking or giving the memory back: the device is not done with it."""
+        keep_for_good(self._memory, self._bytes, self.pinned)
+        self._memory = self._bytes = None
 
 
 def _node_of(cuda: Cuda) -> int | None:

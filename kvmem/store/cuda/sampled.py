@@ -24,7 +24,7 @@ class Sampled:
         self._device = device
         num_bytes = len(tensor) * _BYTES
         queue = device.stream(Stream.COMPUTE)
-        self._buffer = device.uploads.take(max(num_bytes, 1))
+        self._buffer = device.uploads.take(queue, max(num_bytes, 1))
         self.values = self._buffer.device[:num_bytes].view(torch.int64)
         self.values.copy_(tensor)
         cuda = device.cuda

@@ -32,7 +32,8 @@ class StepTensors:
     def __init__(self, device: CudaDevice, arrays: Any) -> None:
         self._device, self._arrays = device, arrays
         queue = device.stream(Stream.COMPUTE)
-        self._upload = device.uploads.upload(queue, [getattr(arrays, name) for name in NAMES])
+        with device.working("arrays of a step"):
+            self._upload = device.uploads.upload(queue, [getattr(arrays, name) for name in NAMES])
         self._table: Upload | None = None
         self._made: dict[str, torch.Tensor] = {}
 
@@ -90,5 +91,6 @@ class StepTensors:
             dense = np.ascontiguousarray(rows)
             starts = np.arange(len(rows), dtype=np.int32) * np.int32(dense.shape[1])
             queue = self._device.stream(Stream.COMPUTE)
-            self._table = self._device.uploads.upload(queue, (dense, starts))
+            with self._device.working("table of a step"):
+                self._table = self._device.uploads.upload(queue, (dense, starts))
         return self._table

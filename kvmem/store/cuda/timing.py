@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -45,7 +46,10 @@ class Bench:
         return time.perf_counter() - begin
 
     def close(self) -> None:
-        """Give the memory back: nothing is under way any more."""
+        """Give the memory back; where a copy was refused, others of its transfer are under way."""
+        for queue in self._queues.values():
+            with contextlib.suppress(RuntimeError):  # the GPU is lost: nothing runs there
+                queue.synchronize()
         self._pinned.unpin()
         self._host.close()
         self._gpu.close()

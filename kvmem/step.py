@@ -12,6 +12,7 @@ in that failed: entering or leaving raises TransferError, and its rows have more
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
 from types import TracebackType
@@ -378,6 +379,7 @@ def plan_step(
     max_tokens: int | None,
     reserve: int,
     need_all: bool,
+    make: Callable[..., Step] = Step,
 ) -> Step:
     """Plan a step over the handles whose records were just looked up; the caller holds the lock.
     Raises Refusal."""
@@ -387,4 +389,4 @@ def plan_step(
     runtime.submit(plan)
     if runtime.ledger.wants_cleaning:
         runtime.cleaner.run()
-    return Step(runtime, runtime.last_list, runtime.last_ids, plan, arrays)
+    return make(runtime, runtime.last_list, runtime.last_ids, plan, arrays)

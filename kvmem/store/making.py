@@ -12,6 +12,7 @@ from kvmem.store.arena import Arena, ArenaBase
 from kvmem.store.checks import Checks, Filler, Poison
 from kvmem.store.compute import Compute
 from kvmem.store.device import Device, Fills, FrameIds
+from kvmem.store.fixed import Fixed, FixedOnHost, FixedSizes
 from kvmem.store.layout import Layout, StoreConfig
 from kvmem.store.staged import StagedCompute
 
@@ -39,6 +40,7 @@ class Parts(NamedTuple):
     guards: Guards | None  # with debug
     checksums: Checks | None  # with debug, where the host can read the device's memory
     step_tensors: Callable[[Any], StepTensors] | None  # where a step's arrays have to be uploaded
+    fixed: Callable[[FixedSizes], Fixed]  # arrays of steps at fixed addresses
 
 
 def make_parts(config: StoreConfig, layout: Layout, device: Device | None) -> Parts:
@@ -88,7 +90,7 @@ def _host_parts(
     if device.simulated:
         late = config.sim is not None and config.sim.late_results
         kernels = StagedCompute(compute, layout, device, arena, late_results=late)
-    return Parts(device, arena, host, compute, kernels, filler, checks, checks, None)
+    return Parts(device, arena, host, compute, kernels, filler, checks, checks, None, FixedOnHost)
 
 
 def _cuda_parts(
@@ -96,6 +98,7 @@ def _cuda_parts(
 ) -> Parts:
     """The device tier on a GPU."""
     from kvmem.store.cuda.compute import CudaCompute
+    from kvmem.store.cuda.fixed_tensors import FixedOnGpu
     from kvmem.store.cuda.guards import ZERO, CudaFiller, CudaGuards
     from kvmem.store.cuda.step_tensors import StepTensors
 
@@ -112,7 +115,10 @@ def _cuda_parts(
     def step_tensors(arrays: Any) -> StepTensors:
         return StepTensors(device, arrays)
 
-    return Parts(device, arena, host, compute, compute, filler, guards, None, step_tensors)
+    def fixed(sizes: FixedSizes) -> FixedOnGpu:
+        return FixedOnGpu(device, sizes)
+
+    return Parts(device, arena, host, compute, compute, filler, guards, None, step_tensors, fixed)
 
 
 def make_device(config: StoreConfig) -> Device:

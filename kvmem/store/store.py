@@ -61,6 +61,8 @@ class Store:
         self._guards = parts.guards
         #: Where a step's arrays have to be uploaded: makes its tensors. None: they are the host's.
         self.step_tensors = parts.step_tensors
+        #: Makes arrays of steps at fixed addresses, of some sizes.
+        self.fixed = parts.fixed
         # Guards the two below; held for a few list operations, never while anything waits.
         self._lock = threading.Lock()
         self._steps = StepFences(self.device)

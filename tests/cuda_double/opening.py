@@ -52,6 +52,7 @@ class Double:
         runtime = Runtime(streams, memory, torch_cuda)
 
         def empty(num_bytes: int, pinned: bool) -> torch.Tensor:
+            assert not torch_cuda.capturing, "an allocation while a graph is captured"
             made = memory.empty(num_bytes, pinned)
             streams.forget(made.data_ptr(), num_bytes)
             return made

@@ -66,6 +66,7 @@ class CudaDevice(Device):
         self._unfenced = dict.fromkeys(Stream, NOTHING_MOVED)  # behind the last fence
         self._counting: dict[Stream, deque[tuple[CudaFence, Moved]]] = {s: deque() for s in Stream}
         self._timings: deque[tuple[Any, Any, Callable[[float], None]]] = deque()
+        self._parked: deque[tuple[Any, deque[Any]]] = deque()
         self._error: BaseException | None = None
         self._closed = False
         self._fork = ForkGuard()
@@ -242,6 +243,16 @@ class CudaDevice(Device):
             told(begin.elapsed_time(end) / 1000)
         return self._moved[stream]
 
+    def park(self, memory: Any, ring: deque[Any]) -> None:
+        """Keep memory that nobody holds any more until the ``event`` of each of the ring is
+        reached: copies between the two may be under way. From a finalizer too, so without a lock.
+        """
+        self._parked.append((memory, ring))
+        for _ in range(len(self._parked)):
+            first = self._parked.popleft()
+            if not self._closed and not all(one.event.query() for one in first[1]):
+                self._parked.append(first)
+
     @property
     def error(self) -> BaseException | None:
         """What made the device fail, or None."""
@@ -258,6 +269,7 @@ class CudaDevice(Device):
         for stream in filter(None, last):
             while self._error is None and not self._is_idle(stream) and time.monotonic() < end:
                 time.sleep(LAST_LOOK)
+        self._parked.clear()
         self.copies.close()
         self.uploads.close()
 

@@ -100,8 +100,7 @@ class Pair:
         second = self.managers[1].step(asked[1], fit="some", into=self.buffers)
         with first as plain, second as fixed:
             self.compare_tensors(plain, fixed)
-            for layer in range(2):
-                self.compare_layer(layer, plain, fixed)
+            self.compute(plain, fixed)
             ready = [step.ready for step in (plain, fixed)]
             rows = [[seqs.index(s) for s in r] for seqs, r in zip(asked, ready, strict=True)]
             assert rows[0] == rows[1]
@@ -134,23 +133,29 @@ class Pair:
             assert self.addresses.setdefault(name, found.data_ptr()) == found.data_ptr(), name
         assert fixed.group(1).block_table.data_ptr() == self.addresses["block_table"]
 
-    def compare_layer(self, layer: int, plain: kvmem.Step, fixed: kvmem.Step) -> None:
-        """The same bits where a plain step has a token; zeros behind, whatever q, k, v hold."""
-        count = plain.num_tokens
+    def compute(self, plain: kvmem.Step, fixed: kvmem.Step) -> None:
+        """The body of both steps."""
+        for layer in range(2):
+            inputs = self.inputs(plain.num_tokens)
+            sinks = self.random.choice((None, [0.5, -1.0, 0.0, 2.0]))
+            found = []
+            for step, (key, value, query) in zip((plain, fixed), inputs, strict=True):
+                step.write(layer, key, value)
+                found.append(step.attend(layer, query, sinks=sinks, return_lse=True))
+            self.compare_results(plain.num_tokens, *found)
 
-        def numbers(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-            whole = self.numbers.standard_normal((SIZES["max_tokens"], *shape))
-            tensor = torch.from_numpy(whole.astype(np.float32))
+    def inputs(self, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """K, V and q of so many tokens, and padded by NaN."""
+        shapes = ((2, 8), (2, 4), (4, 8))
+        drawn = [self.numbers.standard_normal((SIZES["max_tokens"], *shape)) for shape in shapes]
+        whole = [torch.from_numpy(numbers.astype(np.float32)) for numbers in drawn]
+        for tensor in whole:
             tensor[count:] = torch.nan
-            return tensor[:count].clone(), tensor
+        return [tensor[:count].clone() for tensor in whole], whole
 
-        keys, values, queries = numbers(2, 8), numbers(2, 4), numbers(4, 8)
-        found = []
-        sinks = self.random.choice((None, [0.5, -1.0, 0.0, 2.0]))
-        for side, step in enumerate((plain, fixed)):
-            step.write(layer, keys[side], values[side])
-            found.append(step.attend(layer, queries[side], sinks=sinks, return_lse=True))
-        (out, lse), (out_fixed, lse_fixed) = found
+    def compare_results(self, count: int, plain: Any, fixed: Any) -> None:
+        """The same bits where a plain step has a token; zeros behind, whatever q, k, v hold."""
+        (out, lse), (out_fixed, lse_fixed) = plain, fixed
         assert torch.equal(out, out_fixed[:count]) and torch.equal(lse, lse_fixed[:count])
         assert not out_fixed[count:].any()
         assert bool((lse_fixed[count:] == -torch.inf).all())

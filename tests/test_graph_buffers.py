@@ -7,6 +7,8 @@ those of the other with padding behind them, results the same bits, addresses al
 from __future__ import annotations
 
 import random
+import runpy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -384,3 +386,17 @@ def test_after_close() -> None:
             call()
     buffers.release()
     seq = None  # type: ignore[assignment]
+
+
+def test_the_example_answers_as_plain_steps_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/examples/cuda_graph.py without a GPU; it compares by itself, and would say so."""
+    path = Path(__file__).resolve().parents[1] / "docs" / "examples" / "cuda_graph.py"
+    example = runpy.run_path(str(path))
+    found = example["main"]("cpu")
+    assert [len(answer) for answer in found] == [4, 7, 10, 13, 16, 19]
+    assert len({token for answer in found for token in answer}) > 10
+    decoder = example["GraphDecoder"]
+    right = decoder.decode
+    monkeypatch.setattr(decoder, "decode", lambda *a: [(t + 1) % 64 for t in right(*a)])
+    with pytest.raises(SystemExit, match="other tokens"):
+        example["main"]("cpu")

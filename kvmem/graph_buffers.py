@@ -164,6 +164,9 @@ class GraphStep(Step):
                 runtime.store.arrive(self._arriving, runtime.config.num_layers - 1)
             self._update_table()
             self._fixed.fill(self._arrays, self._arrays.block_table)
+            if self._uploaded is not None:  # tokens that only the GPU knows were put there
+                tokens = self._uploaded.tensor("tokens")
+                self._fixed.tensor("tokens")[: len(tokens)].copy_(tokens)
             self._buffers._epoch = self._epoch
         except BaseException:
             self._end(commit=False)

@@ -21,10 +21,12 @@ from kvmem.graph_buffers import GraphBuffers, admitted
 from kvmem.ledger import Refusal
 from kvmem.ledger.verify import LedgerCorrupt
 from kvmem.memory_check import check_memory
+from kvmem.planning import plan_step
 from kvmem.runtime import TIERS, Ids, Runtime
+from kvmem.sampled import append_sampled
 from kvmem.sequence import Sequence
 from kvmem.stats import Stats
-from kvmem.step import Step, plan_step
+from kvmem.step import Step
 from kvmem.store.store import Store
 from kvmem.swapper import Room, Swapper, Transfer
 from kvmem.tokens import check_token_values, count_array, namespace_key, token_array
@@ -100,14 +102,23 @@ class Manager:
     ) -> None:
         """Append one token to each sequence, or `counts[i]` of them (ragged, one after another).
 
+        On a GPU they may be a 1-D tensor there, int32 or int64, taken without waiting for it; its
+        values, which are trusted, go into the next step's `tokens` on the GPU, and blocks are
+        published when they have arrived here. `fork`, `truncate`, `accept`, `Sequence.tokens` and
+        an `append` of other tokens wait for those of their sequences.
+
         Host bookkeeping only, never OutOfBlocks. Draft tokens are computed but not published until
         `accept`; plain tokens may not follow unaccepted drafts. Raises UnknownSequence, TypeError,
         ValueError; TransferError when the last step of one ran over K/V that a failed copy took, so
         that what it sampled is void (`lost` names them; drop their tokens). O(tokens).
         """
         draft = boolean("draft", draft)
-        array = token_array("tokens", tokens, check_values=False)
         runtime = self._runtime
+        if runtime.sampled is not None:
+            if not draft and append_sampled(runtime, seqs, tokens, counts):
+                return
+            runtime.await_tokens(seqs)
+        array = token_array("tokens", tokens, check_values=False)
         runtime.begin()
         try:
             records = runtime.records(seqs)
@@ -135,6 +146,7 @@ class Manager:
         next token `tokens[i]`. K/V of kept drafts stays; their full blocks are published.
         Raises UnknownSequence, TypeError, ValueError (more than there are drafts). O(drafts)."""
         array = token_array("tokens", tokens)
+        self._runtime.await_tokens(seqs)
         with self._runtime.entered():
             records = self._runtime.records(seqs)
             accepted = count_array("num_accepted", num_accepted, len(records), "sequence")
@@ -149,6 +161,7 @@ class Manager:
         it. Legal when swapped out. Raises ValueError, UnknownSequence, RuntimeError in an open
         step. O(n * (tokens + blocks)), no bytes move."""
         n = integer("n", n, low=1, high=1 << 20)
+        self._runtime.await_tokens([seq])
         with self._runtime.entered():
             record = self._runtime.record(seq, "seq")
             try:
@@ -160,6 +173,7 @@ class Manager:
     def truncate(self, seqs: list[Sequence], num_tokens: object) -> None:
         """Cut each sequence to `num_tokens` (one number, or one each). What is cut is unpublished
         only where nobody shares it. Raises ValueError for more than there are. O(blocks freed)."""
+        self._runtime.await_tokens(seqs)
         with self._runtime.entered():
             records = self._runtime.records(seqs)
             lengths = count_array("num_tokens", num_tokens, len(records), "sequence")

@@ -31,12 +31,19 @@ TOOLS = ("numba", "llvmlite", "numba-cuda", "cuda-core", "nvidia-nvvm", "nvidia-
 SHARED_SOURCES = ("compile.py", "copying.py", "prims.py")
 #: Beside the kernels of a folder, but no part of them: it makes their launches.
 HOST_SOURCE = "cuda_call.py"
+#: What brings a tool in packages of CUDA 12, where its name is another.
+CUDA12_NAMES = {
+    "nvidia-cuda-nvrtc": "nvidia-cuda-nvrtc-cu12",
+    "nvidia-nvvm": "nvidia-cuda-nvcc-cu12",
+    "nvidia-nvjitlink": "nvidia-nvjitlink-cu12",
+}
 #: Library by cuda.pathfinder's name -> the distribution that brings it, and what it does.
 _LIBRARIES = {
     "nvrtc": ("nvidia-cuda-nvrtc", "lists the architectures that PTX can be made for"),
     "nvvm": ("nvidia-nvvm", "turns LLVM's code into PTX"),
     "nvJitLink": ("nvidia-nvjitlink", "turns PTX into machine code"),
 }
+_ADVICE = "pip install 'kvmem[cuda13]', or 'kvmem[cuda12]' for a driver of CUDA 12"
 
 
 class MissingLibrary(ImportError):
@@ -125,12 +132,12 @@ def assemble(ptx: bytes, capability: tuple[int, int]) -> bytes:
 
 
 def require_distribution(name: str) -> str:
-    """The version of an installed distribution; MissingLibrary names it and the extra."""
+    """The version of an installed distribution; MissingLibrary names it and the extras."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         raise MissingLibrary(
-            f"{name} is not installed, and CUDA kernels need it: pip install 'kvmem[cuda]'"
+            f"{name} is not installed, and CUDA kernels need it: {_ADVICE}"
         ) from None
 
 
@@ -144,8 +151,8 @@ def require_library(name: str) -> None:
         load_nvidia_dynamic_lib(name)
     except DynamicLibNotFoundError as error:
         raise MissingLibrary(
-            f"CUDA's library {name}, which {purpose}, was not found; {distribution} brings it: "
-            f"pip install 'kvmem[cuda]'"
+            f"CUDA's library {name}, which {purpose}, was not found; {distribution} brings it, or "
+            f"{CUDA12_NAMES[distribution]} of CUDA 12: {_ADVICE}"
         ) from error
 
 
@@ -162,13 +169,19 @@ def cache_folder() -> Path:
 
 
 def tool_versions() -> dict[str, str]:
-    """The version of each tool, "none" for those that aren't installed as packages."""
+    """The version of each tool, "none" for those that aren't installed as packages.
+
+    A tool may come in CUDA 12's package, whose version says so.
+    """
     found = {}
     for name in TOOLS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "none"
+        found[name] = "none"
+        for package in filter(None, (name, CUDA12_NAMES.get(name))):
+            try:
+                found[name] = importlib.metadata.version(package)
+                break
+            except importlib.metadata.PackageNotFoundError:
+                continue
     return found
 
 

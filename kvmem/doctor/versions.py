@@ -114,7 +114,11 @@ def check_cuda_compiler(version_of: VersionOf = version) -> list[Finding]:
         found.append(Finding("numba-cuda", "ok", version_of("numba-cuda")))
     except PackageNotFoundError:
         found.append(
-            Finding("numba-cuda", "info", "not installed; only CUDA kernels need it (kvmem[cuda])")
+            Finding(
+                "numba-cuda",
+                "info",
+                "not installed; only CUDA kernels need it (kvmem[cuda13] or kvmem[cuda12])",
+            )
         )
     names = sorted({str(d.metadata["Name"] or "").lower() for d in distributions()})
     for label, (library, beginnings, bringer) in _LIBRARIES.items():

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
+import torch
+
 from kvmem.geometry import arena_frames
 from kvmem.sim_options import SimOptions
 from kvmem.store.arena import Arena, ArenaBase
@@ -18,6 +20,7 @@ from kvmem.store.staged import StagedCompute
 
 if TYPE_CHECKING:
     from kvmem.store.cuda.compute import CudaCompute
+    from kvmem.store.cuda.sampled import Sampled
     from kvmem.store.cuda.step_tensors import StepTensors
 
 
@@ -41,6 +44,8 @@ class Parts(NamedTuple):
     checksums: Checks | None  # with debug, where the host can read the device's memory
     step_tensors: Callable[[Any], StepTensors] | None  # where a step's arrays have to be uploaded
     fixed: Callable[[FixedSizes], Fixed]  # arrays of steps at fixed addresses
+    #: Takes token ids that lie on the GPU; None for a tensor that doesn't.
+    sample: Callable[[torch.Tensor], Sampled | None] | None
 
 
 def make_parts(config: StoreConfig, layout: Layout, device: Device | None) -> Parts:
@@ -90,7 +95,9 @@ def _host_parts(
     if device.simulated:
         late = config.sim is not None and config.sim.late_results
         kernels = StagedCompute(compute, layout, device, arena, late_results=late)
-    return Parts(device, arena, host, compute, kernels, filler, checks, checks, None, FixedOnHost)
+    return Parts(
+        device, arena, host, compute, kernels, filler, checks, checks, None, FixedOnHost, None
+    )
 
 
 def _cuda_parts(
@@ -100,6 +107,7 @@ def _cuda_parts(
     from kvmem.store.cuda.compute import CudaCompute
     from kvmem.store.cuda.fixed_tensors import FixedOnGpu
     from kvmem.store.cuda.guards import ZERO, CudaFiller, CudaGuards
+    from kvmem.store.cuda.sampled import Sampled
     from kvmem.store.cuda.step_tensors import StepTensors
 
     compute = CudaCompute(
@@ -118,7 +126,12 @@ def _cuda_parts(
     def fixed(sizes: FixedSizes) -> FixedOnGpu:
         return FixedOnGpu(device, sizes)
 
-    return Parts(device, arena, host, compute, compute, filler, guards, None, step_tensors, fixed)
+    def sample(tensor: torch.Tensor) -> Sampled | None:
+        return Sampled(device, tensor) if device.cuda.owns(tensor) else None
+
+    return Parts(
+        device, arena, host, compute, compute, filler, guards, None, step_tensors, fixed, sample
+    )
 
 
 def make_device(config: StoreConfig) -> Device:

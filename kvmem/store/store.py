@@ -63,6 +63,8 @@ class Store:
         self.step_tensors = parts.step_tensors
         #: Makes arrays of steps at fixed addresses, of some sizes.
         self.fixed = parts.fixed
+        #: Takes token ids that lie on the GPU (None for others); None where there is no GPU.
+        self.sample = parts.sample
         # Guards the two below; held for a few list operations, never while anything waits.
         self._lock = threading.Lock()
         self._steps = StepFences(self.device)

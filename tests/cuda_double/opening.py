@@ -42,6 +42,8 @@ class Double:
     torch: TorchCuda
     runtime: Runtime
     cuda: Cuda
+    #: Whether tensors count as the GPU's: the double's, and torch's own, lie on the CPU.
+    owns_tensors: bool = False
 
     @classmethod
     def new(cls, seed: int, mode: str = "random", capacity: int = 1 << 40) -> Double:
@@ -66,7 +68,9 @@ class Double:
             device=torch.device("cpu"),
             empty=empty,
         )
-        return cls(streams, memory, torch_cuda, runtime, cuda)
+        made = cls(streams, memory, torch_cuda, runtime, cuda)
+        cuda.owns = lambda tensor: made.owns_tensors  # type: ignore[method-assign]
+        return made
 
     def device(self, *, sync: bool = False) -> HeldDevice:
         """A new device of this GPU."""

@@ -89,7 +89,7 @@ class Streams:
         #: Streams that torch works on too: torch's work runs at once here, so theirs does as well,
         #: as far as it can.
         self.prompt: set[int] = set()
-        self.num_checked = 0
+        self.num_checked = self.num_host_waits = 0
         #: While a graph is captured: the stream, and the kernels launched on it up to now.
         self.captured: tuple[int, list[Launched]] | None = None
         self.now = 0.0  # seconds of the double's own time, for events that measure
@@ -197,6 +197,7 @@ class Streams:
     def synchronize(self, handle: int) -> None:
         """The host waits for all of a stream."""
         assert self.captured is None, "the host waits while a graph is captured"
+        self.num_host_waits += 1
         self.settle(handle)
         self._learn(self.clocks[handle])
 

@@ -185,9 +185,30 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         return "1.0"
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(MissingLibrary, match=r"numba-cuda is not installed.*kvmem\[cuda\]"):
+    with pytest.raises(
+        MissingLibrary, match=r"numba-cuda is not installed.*kvmem\[cuda13\].*kvmem\[cuda12\]"
+    ):
         compile_kernel(SMALL, (9, 0), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_tools_of_cuda_12_are_told_by_their_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else kernels of two releases would share a name in the cache."""
+    installed = {"nvidia-cuda-nvcc-cu12": "12.9.86", "nvidia-nvjitlink-cu12": "12.9.1"}
+
+    def version(name: str) -> str:
+        if name in installed:
+            return installed[name]
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = compiling.tool_versions()
+    assert found["nvidia-nvvm"] == "12.9.86"
+    assert found["nvidia-nvjitlink"] == "12.9.1"
+    assert found["numba"] == "none"
+    key = cache_key(SMALL, (9, 0))
+    installed["nvidia-cuda-nvcc-cu12"] = "12.8.93"
+    assert cache_key(SMALL, (9, 0)) != key
 
 
 @needs_compiler

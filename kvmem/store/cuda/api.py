@@ -70,6 +70,10 @@ class Cuda:
         (code,) = self.runtime.cudaStreamQuery(handle)
         return int(code) not in (success, not_ready)
 
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on this GPU."""
+        return tensor.device == self.device
+
     # --- torch's streams ------------------------------------------------------------------------
 
     def here(self) -> AbstractContextManager[Any]:

@@ -121,7 +121,7 @@ class CudaDevice(Device):
         own = _own(fence)
         if stream is Stream.COMPUTE and (self._error is not None or self._closed):
             return
-        self._check(own.label)
+        self.check(own.label)
         with self._guarded(own.label):
             queue = self.stream(stream)
             own.event = self.events.take()
@@ -140,7 +140,7 @@ class CudaDevice(Device):
         the caller's (the ledger names no frame of an open step), and RuntimeError.
         """
         own = _own(fence)
-        self._check(own.label)
+        self.check(own.label)
         if own.event is None:
             raise RuntimeError(f"{own.label} is not recorded yet; a CUDA stream can't wait for it")
         with self._guarded(own.label):
@@ -165,7 +165,7 @@ class CudaDevice(Device):
         end = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_LOOK
         while not self.query(fence):
-            self._check(fence.label)
+            self.check(fence.label)
             if end is not None and time.monotonic() >= end:
                 return False
             time.sleep(pause)
@@ -186,7 +186,7 @@ class CudaDevice(Device):
     ) -> None:
         """Queue a copy in as few pieces as its frames allow (`Copies`). A call that CUDA refuses,
         and that leaves the stream alive, is told in the ticket."""
-        self._check(stream.name.lower())
+        self.check(stream.name.lower())
         queue = self.stream(stream)
         try:
             with self.cuda.here():
@@ -195,7 +195,7 @@ class CudaDevice(Device):
             lasting = not is_survivable(error) or self.cuda.is_lost(queue.cuda_stream)
             if ticket is None or lasting:
                 self._fail(error)
-                self._check(stream.name.lower())
+                self.check(stream.name.lower())
                 raise  # never comes here: the check has raised
             ticket.fail(error, self.failed)
             return
@@ -211,7 +211,7 @@ class CudaDevice(Device):
         moved: Moved | None = None,
     ) -> None:
         """Call ``function``, which queues on ``stream``. What it raises fails the device."""
-        self._check(stream.name.lower())
+        self.check(stream.name.lower())
         with self._guarded(stream.name.lower()), self.cuda.here():
             function()
         if moved is not None:
@@ -293,7 +293,7 @@ class CudaDevice(Device):
     def _guarded(self, what: str) -> _Guard:
         return _Guard(self, what)
 
-    def _check(self, what: str) -> None:
+    def check(self, what: str) -> None:
         """Raise when nothing can be given to the device any more."""
         if self._error is not None:
             raise DeviceUnavailable(
@@ -318,7 +318,7 @@ class _Guard:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, DeviceUnavailable):
             self._device._fail(error)
-            self._device._check(self._what)
+            self._device.check(self._what)
 
 
 def _own(fence: Fence) -> CudaFence:

@@ -32,7 +32,7 @@ class Vectors:
         cuda = self._device.cuda
         if isinstance(vector, torch.Tensor):
             plain = vector.dtype == torch.float32 and vector.is_contiguous()
-            if vector.device == cuda.device and plain and tuple(vector.shape) == (num_heads,):
+            if cuda.owns(vector) and plain and tuple(vector.shape) == (num_heads,):
                 return DeviceArray(vector.data_ptr(), (num_heads,), _FLOAT32, cuda.kernels)
             if vector.device.type != "cpu" and cuda.is_capturing():
                 raise _not_there(name)

@@ -116,10 +116,10 @@ class World:
     """One Manager on a double, a sequence with three tokens pending."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-        doubles = install(monkeypatch, seed, "random")
+        self.doubles = install(monkeypatch, seed, "random")
         config = {**CONFIG, "debug": False}
         self.manager = kvmem.Manager(kvmem.Config(**config, device="cuda"))
-        self.torch = doubles[0].torch
+        self.torch = self.doubles[0].torch
         self.seq = self.manager.create([1, 2, 3])
         self.buffers = self.manager.graph_buffers(**SIZES)
         self.graph = self.torch.CUDAGraph()
@@ -203,8 +203,9 @@ def test_vectors_are_on_the_gpu_before_a_capture(world: World) -> None:
             with world.torch.graph(world.graph):
                 with pytest.raises(RuntimeError, match=f"{name} is not on the GPU yet"):
                     step.attend(0, query, **{name: numbers})  # type: ignore[arg-type]
-                # a tensor of the GPU is read where it lies; the double's GPU is torch's CPU
+                world.doubles[0].owns_tensors = True  # one of the GPU is read where it lies
                 step.attend(0, query, **{name: torch.tensor(numbers)})  # type: ignore[arg-type]
+            world.doubles[0].owns_tensors = False
             assert len(world.graph.launched) == 1
             step.attend(0, query, **{name: [n + 1 for n in numbers]})  # type: ignore[arg-type]
             world.graph.launched.clear()
@@ -254,6 +255,43 @@ def test_launches_hang_on_the_sizes_alone(seed: int, monkeypatch: pytest.MonkeyP
         for launch, wanted in zip(launches, first, strict=True):
             pairs = zip(launch.arguments, wanted.arguments, strict=True)
             assert all(a == b or (a, b) == (own, workspace) for a, b in pairs)
+
+
+# --- tokens that only the GPU knows ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sampled_tokens_reach_the_buffers(
+    mode: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Appended as a tensor of the GPU, they are in the next step's tokens, arrived here or not."""
+    doubles = install(monkeypatch, seed, mode)
+    rng = np.random.default_rng(seed)
+    num_unknown = 0
+    with kvmem.Manager(kvmem.Config(**{**CONFIG, "debug": False}, device="cuda")) as m:
+        doubles[0].owns_tensors = True
+        buffers = m.graph_buffers(**SIZES)
+        seqs = [m.create(rng.integers(0, 99, n)) for n in (2, 7, 18)]
+        known = {seq.id: seq.tokens.tolist() for seq in seqs}
+        for _ in range(20):
+            batch = [seqs[i] for i in rng.permutation(3)[: rng.integers(1, 4)]]
+            with m.step(batch, into=buffers) as step:
+                num_unknown += bool(m._runtime.sampled)
+                starts = step.query_start.tolist()
+                for row, seq in enumerate(step.seqs):
+                    part = slice(starts[row], starts[row + 1])
+                    wanted = [known[seq.id][p] for p in step.positions[part].tolist()]
+                    assert step.tokens[part].tolist() == wanted
+                assert not step.tokens[starts[-1] :].any()
+                for layer in range(2):
+                    step.write(layer, torch.zeros(12, 2, 8), torch.zeros(12, 2, 4))
+            sampled = torch.from_numpy(rng.integers(100, 999, len(step.ready)))
+            for seq, token in zip(step.ready, sampled.tolist(), strict=True):
+                known[seq.id].append(token)
+            m.append(step.ready, sampled)
+        assert [seq.tokens.tolist() for seq in seqs] == [known[seq.id] for seq in seqs]
+        m.free(seqs)
+    assert num_unknown > 0 or mode == "eager"
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from kvmem.sampled import append_sampled
 from kvmem.sequence import Sequence
 from kvmem.stats import Stats
 from kvmem.step import Step
+from kvmem.store.making import Progress
 from kvmem.store.store import Store
 from kvmem.swapper import Room, Swapper, Transfer
 from kvmem.tokens import check_token_values, count_array, namespace_key, token_array
@@ -42,13 +43,17 @@ class Manager:
     closes it. A call that raises has changed nothing, except that unreferenced cached content may
     have been evicted (R8). Raises TypeError for anything but a Config, ConfigError when the arenas
     do not fit the machine. Costs the arenas' address space; pages are taken when first written.
+
+    On a GPU the host tier is page-locked at once, some 0.1 s a GiB: `progress(done, total)` hears
+    of it in bytes, and ends it by raising (nothing stays locked then). DeviceUnavailable where
+    there is no such GPU.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, progress: Progress | None = None) -> None:
         if not isinstance(config, Config):
             raise TypeError(f"config must be a kvmem.Config, not {type(config).__name__}")
         check_memory(config)
-        self._runtime = Runtime(config)
+        self._runtime = Runtime(config, progress)
         self._swapper = Swapper(self._runtime)
         self._finalizer = weakref.finalize(self, Store.close, self._runtime.store)
 

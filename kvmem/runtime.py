@@ -33,6 +33,7 @@ from kvmem.store.store import Store
 
 if TYPE_CHECKING:
     from kvmem.plan import Plan
+    from kvmem.store.making import Progress
 
 Ids = NDArray[np.int32]
 TIERS = ("device", "host")
@@ -44,12 +45,12 @@ MAX_QUEUED = 1024
 class Runtime:
     """The inside of one Manager."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, progress: Progress | None = None) -> None:
         self.config = config
         for warning in config.plan().warnings:
             LOG.warning(warning)
         self.lock = threading.RLock()
-        self.store = Store(config)
+        self.store = Store(config, progress=progress)
         self.ledger = Ledger(
             device_blocks=config.device_blocks,
             host_blocks=config.host_blocks,

@@ -5,7 +5,8 @@ sources, the constants, the compute capability, the versions of the tools. Whoev
 needs neither NVVM nor Numba. No driver and no GPU are needed to compile.
 
 The PTX is made the same in every process: Numba's mangled name, which counts the functions compiled
-before, is replaced by the kernel's own, and its unused environment pointer is left out.
+before, is replaced by the kernel's own, its unused environment pointer is left out, and shared
+arrays, counted likewise, are numbered from 1.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -94,9 +96,12 @@ def make_ptx(source: KernelSource, capability: tuple[int, int]) -> bytes:
     from numba import cuda, types
 
     maker = getattr(importlib.import_module(source.module), source.maker)
+    constants: dict[str, Any] = dict(source.constants)
+    if "capability" in inspect.signature(maker).parameters:
+        constants["capability"] = capability
     parameters = [getattr(types, name) for name in source.parameters]
     text, _ = cuda.compile(
-        maker(**dict(source.constants)),
+        maker(**constants),
         types.void(*parameters),
         cc=capability,
         device=False,
@@ -108,7 +113,7 @@ def make_ptx(source: KernelSource, capability: tuple[int, int]) -> bytes:
 
 
 def stable_names(text: str, name: str) -> str:
-    """Rename the one kernel of a module, and drop Numba's environment pointer, which is unused."""
+    """Rename the one kernel of a module and its shared arrays; drop Numba's environment pointer."""
     kernels = re.findall(r"\.entry\s+(\w+)", text)
     if len(kernels) != 1:
         raise RuntimeError(f"the PTX of {name} has {len(kernels)} kernels, expected one")
@@ -117,6 +122,12 @@ def stable_names(text: str, name: str) -> str:
         if len(re.findall(rf"\b{unused}\b", text)) != 1:
             raise RuntimeError(f"the PTX of {name} uses Numba's environment")
     text = re.sub(environment, "", text, flags=re.MULTILINE)
+    arrays: dict[str, str] = {}
+
+    def numbered(found: re.Match[str]) -> str:
+        return arrays.setdefault(found[0], f"_cudapy_smem_{len(arrays) + 1}")
+
+    text = re.sub(r"\b_cudapy_smem_\d+\b", numbered, text)
     return text.replace(kernels[0], name)
 
 

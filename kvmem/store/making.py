@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from kvmem.store.cuda.step_tensors import StepTensors
 
 
+Progress = Callable[[int, int], object]
+
+
 class Guards(Protocol):
     """What debug looks for in the arenas, in words."""
 
@@ -48,10 +51,13 @@ class Parts(NamedTuple):
     sample: Callable[[torch.Tensor], Sampled | None] | None
 
 
-def make_parts(config: StoreConfig, layout: Layout, device: Device | None) -> Parts:
-    """Device, arenas and kernels of a config. Raises ``ConfigError``, ``DeviceUnavailable``; what
-    was made before a refusal is given back."""
-    made = make_device(config) if device is None else device
+def make_parts(
+    config: StoreConfig, layout: Layout, device: Device | None, progress: Progress | None = None
+) -> Parts:
+    """Device, arenas and kernels of a config; ``progress`` hears of the page-locking of host memory
+    for a GPU, (bytes done, bytes in all), and may raise to end it. Raises ``ConfigError``,
+    ``DeviceUnavailable``; what was made before a refusal is given back."""
+    made = make_device(config, progress) if device is None else device
     blocks = (config.device_blocks, config.host_blocks)
     frames = [arena_frames(count, debug=config.debug) for count in blocks]
     arenas: list[ArenaBase] = []
@@ -134,7 +140,7 @@ def _cuda_parts(
     )
 
 
-def make_device(config: StoreConfig) -> Device:
+def make_device(config: StoreConfig, progress: Progress | None = None) -> Device:
     """The device of ``config.device``. ``sync=True`` makes a simulated one run everything at once.
 
     Raises ``ValueError`` for a name that Config would not have let through, ``DeviceUnavailable``
@@ -155,5 +161,6 @@ def make_device(config: StoreConfig) -> Device:
         from kvmem.store.cuda import api
         from kvmem.store.cuda.device import CudaDevice
 
-        return CudaDevice(api.open_cuda(config.device), sync=config.sync)
+        cuda = api.open_cuda(config.device)
+        return CudaDevice(cuda, sync=config.sync, numa_node=config.numa_node, progress=progress)
     raise ValueError(f"device {config.device!r} is unknown; known: 'cpu', 'sim', 'cuda'")

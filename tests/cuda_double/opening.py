@@ -81,8 +81,8 @@ class HeldDevice(CudaDevice):
     """A CudaDevice for tests, as the CPU's: ``hold`` and ``release`` stop and start a copy stream;
     ``hook`` is called before each copy and may raise."""
 
-    def __init__(self, cuda: Cuda, *, sync: bool = False) -> None:
-        super().__init__(cuda, sync=sync)
+    def __init__(self, cuda: Cuda, **options: Any) -> None:
+        super().__init__(cuda, **options)
         runtime: Any = cuda.runtime
         self.streams: Streams = runtime._streams
         self.hook: CopyHook | None = None

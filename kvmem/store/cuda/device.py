@@ -25,6 +25,7 @@ from kvmem.store.cuda.copies import Copies
 from kvmem.store.cuda.cost_model import CostModel
 from kvmem.store.cuda.events import CudaFence, EventPool
 from kvmem.store.cuda.host_arena import HostArena
+from kvmem.store.cuda.pinning import Progress
 from kvmem.store.cuda.timing import measured_model
 from kvmem.store.cuda.uploads import Uploads
 from kvmem.store.device import (
@@ -51,8 +52,16 @@ class CudaDevice(Device):
 
     name = "cuda"
 
-    def __init__(self, cuda: Cuda, *, sync: bool = False) -> None:
+    def __init__(
+        self,
+        cuda: Cuda,
+        *,
+        sync: bool = False,
+        numa_node: int | str | None = None,
+        progress: Progress | None = None,
+    ) -> None:
         super().__init__()
+        self._numa_node, self._progress = numa_node, progress
         self.cuda = cuda
         self._sync = sync
         self._lock = threading.Lock()
@@ -79,7 +88,10 @@ class CudaDevice(Device):
         if not host:
             return CudaArena(self.cuda, name, num_frames, frame_bytes)
         self.copies.model = self.measure()
-        arena = HostArena(self.cuda, name, num_frames, frame_bytes)
+        arena = HostArena(
+            self.cuda, name, num_frames, frame_bytes,
+            numa_node=self._numa_node, progress=self._progress,
+        )  # fmt: skip
         self.copies.serve(arena.pinned, arena.address)
         return arena
 
@@ -252,6 +264,16 @@ class CudaDevice(Device):
             first = self._parked.popleft()
             if not self._closed and not all(one.event.query() for one in first[1]):
                 self._parked.append(first)
+
+    def transfer_counts(self) -> dict[str, int]:
+        """Transfers by the way they went, and what of the host arena is page-locked."""
+        chosen = self.copies.num_chosen
+        return {
+            "transfers_copied": chosen["copies"],
+            "transfers_batched": chosen["batch"],
+            "transfers_staged": chosen["staged"],
+            "host_locked_bytes": self.copies.locked_bytes,
+        }
 
     @property
     def error(self) -> BaseException | None:

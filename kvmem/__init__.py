@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvmem.cache import Match, Pin
     from kvmem.config import Config, LayerSpec
     from kvmem.events import Event
+    from kvmem.graph_buffers import GraphBuffers
     from kvmem.manager import Manager
     from kvmem.sequence import Sequence
     from kvmem.sim_options import SimOptions
@@ -55,6 +56,7 @@ __all__ = [
     "DeviceUnavailable",
     "Event",
     "FormatError",
+    "GraphBuffers",
     "Holder",
     "KVMemError",
     "LayerSpec",
@@ -87,6 +89,7 @@ _HOME = {
     "Block": "kvmem.block",
     "Config": "kvmem.config",
     "Event": "kvmem.events",
+    "GraphBuffers": "kvmem.graph_buffers",
     "LayerSpec": "kvmem.config",
     "Manager": "kvmem.manager",
     "Match": "kvmem.cache",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from kvmem.checks import boolean, choice, integer
 from kvmem.config import Config
 from kvmem.events import Event
 from kvmem.extras import checked_extras
+from kvmem.graph_buffers import GraphBuffers, admitted
 from kvmem.ledger import Refusal
 from kvmem.ledger.verify import LedgerCorrupt
 from kvmem.memory_check import check_memory
@@ -211,6 +213,7 @@ class Manager:
         num_tokens: object = None,
         fit: str = "all",
         reserve_blocks: int = 0,
+        into: GraphBuffers | None = None,
     ) -> Step:
         """Plan a batch: hits, frames, copies, swap-ins, slots, tables. Use it with `with`.
 
@@ -221,6 +224,10 @@ class Manager:
         what fits and tells the rest in `left_out`. `reserve_blocks` stay untaken. Several steps may
         be open on disjoint sequences. Raises UnknownSequence, ValueError, RuntimeError (a sequence
         in another open step). O(tokens + blocks that become resident).
+
+        `into`, from `graph_buffers`: the step's tensors lie there, padded, for a captured CUDA
+        graph; `max_tokens` is that of the buffers where it isn't given. ValueError for more than
+        they hold, RuntimeError while another step is open in them.
         """
         choice("fit", fit, FITS)
         budget = _optional("max_tokens", max_tokens)
@@ -231,6 +238,9 @@ class Manager:
             runtime.poll()
             records = runtime.records(seqs)
             limits = None if num_tokens is None else self._row_limits(records, num_tokens)
+            make: Callable[..., Step] = Step
+            if into is not None:
+                budget, make = admitted(into, runtime, records, budget)
             try:
                 return plan_step(
                     runtime,
@@ -239,11 +249,21 @@ class Manager:
                     max_tokens=budget,
                     reserve=reserve,
                     need_all=fit == "all",
+                    make=make,
                 )
             except Refusal as refusal:
                 raise runtime.explain(refusal, seqs, "step") from None
         finally:
             runtime.lock.release()
+
+    def graph_buffers(self, max_seqs: int, max_tokens: int, max_context: int) -> GraphBuffers:
+        """Memory for the tensors of steps planned `into` it, at fixed addresses and of fixed
+        shapes: for up to `max_seqs` sequences of up to `max_context` tokens, and `max_tokens`
+        tokens a step. One step at a time is open in it. Raises TypeError, ValueError.
+        O(max_tokens + max_seqs * max_context / block_size) bytes.
+        """
+        with self._runtime.entered():
+            return GraphBuffers(self._runtime, max_seqs, max_tokens, max_context)
 
     def can_fit(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvmem.step import Step
@@ -18,6 +19,7 @@ def plan_step(
     max_tokens: int | None,
     reserve: int,
     need_all: bool,
+    make: Callable[..., Step] = Step,
 ) -> Step:
     """Plan a step over the handles whose records were just looked up; the caller holds the lock.
     Raises Refusal."""
@@ -27,7 +29,7 @@ def plan_step(
     runtime.submit(plan)
     if runtime.ledger.wants_cleaning:
         runtime.cleaner.run()
-    step = Step(runtime, runtime.last_list, runtime.last_ids, plan, arrays)
+    step = make(runtime, runtime.last_list, runtime.last_ids, plan, arrays)
     if runtime.sampled:
         try:
             step._patch(runtime.sampled.patches(arrays))

@@ -283,7 +283,7 @@ def test_the_snippets_of_the_examples_page_run(
         }  # fmt: skip
         # The drafts' block leaves one token pending, as the loop of an engine does.
         results = run_blocks("docs/examples.md", names, tmp_path)
-        assert len(results) == 6
+        assert len(results) == 7
         assert now[0].tokens[40:].tolist() == [1, 3, 4, 7]
         assert {seq.state for seq in (*now, *soon)} == {"RESIDENT"}
         assert m.stats().blocks_copied_on_write > 0

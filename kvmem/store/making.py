@@ -15,6 +15,7 @@ from kvmem.store.arena import Arena, ArenaBase
 from kvmem.store.checks import Checks, Filler, Poison
 from kvmem.store.compute import Compute
 from kvmem.store.device import Device, Fills, FrameIds
+from kvmem.store.fixed import Fixed, FixedOnHost, FixedSizes
 from kvmem.store.layout import Layout, StoreConfig
 from kvmem.store.staged import StagedCompute
 
@@ -46,6 +47,7 @@ class Parts(NamedTuple):
     guards: Guards | None  # with debug
     checksums: Checks | None  # with debug, where the host can read the device's memory
     step_tensors: Callable[[Any], StepTensors] | None  # where a step's arrays have to be uploaded
+    fixed: Callable[[FixedSizes], Fixed]  # arrays of steps at fixed addresses
     #: Takes token ids that lie on the GPU; None for a tensor that doesn't.
     sample: Callable[[torch.Tensor], Sampled | None] | None
 
@@ -102,7 +104,9 @@ def _host_parts(
     if device.simulated:
         late = config.sim is not None and config.sim.late_results
         kernels = StagedCompute(compute, layout, device, arena, late_results=late)
-    return Parts(device, arena, host, compute, kernels, filler, checks, checks, None, None)
+    return Parts(
+        device, arena, host, compute, kernels, filler, checks, checks, None, FixedOnHost, None
+    )
 
 
 def _cuda_parts(
@@ -110,6 +114,7 @@ def _cuda_parts(
 ) -> Parts:
     """The device tier on a GPU."""
     from kvmem.store.cuda.compute import CudaCompute
+    from kvmem.store.cuda.fixed_tensors import FixedOnGpu
     from kvmem.store.cuda.guards import ZERO, CudaFiller, CudaGuards
     from kvmem.store.cuda.sampled import Sampled
     from kvmem.store.cuda.step_tensors import StepTensors
@@ -127,10 +132,15 @@ def _cuda_parts(
     def step_tensors(arrays: Any) -> StepTensors:
         return StepTensors(device, arrays)
 
+    def fixed(sizes: FixedSizes) -> FixedOnGpu:
+        return FixedOnGpu(device, sizes)
+
     def sample(tensor: torch.Tensor) -> Sampled | None:
         return Sampled(device, tensor) if device.cuda.owns(tensor) else None
 
-    return Parts(device, arena, host, compute, compute, filler, guards, None, step_tensors, sample)
+    return Parts(
+        device, arena, host, compute, compute, filler, guards, None, step_tensors, fixed, sample
+    )
 
 
 def _raise_unavailable(error: RuntimeError) -> NoReturn:

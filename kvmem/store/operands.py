@@ -17,3 +17,4 @@ class Operands(NamedTuple):
     seq_lens: DeviceArray  # [num_rows]
     query_start: DeviceArray  # [num_rows + 1]
     max_seq_len: int  # at least the largest of `seq_lens`
+    fixed: bool = False  # always at these addresses: a graph may be captured

@@ -67,6 +67,8 @@ class Store:
         self._guards = parts.guards
         #: Where a step's arrays have to be uploaded: makes its tensors. None: they are the host's.
         self.step_tensors = parts.step_tensors
+        #: Makes arrays of steps at fixed addresses, of some sizes.
+        self.fixed = parts.fixed
         #: Takes token ids that lie on the GPU (None for others); None where there is no GPU.
         self.sample = parts.sample
         # Guards the two below; held for a few list operations, never while anything waits.

@@ -57,6 +57,7 @@ class Double:
         runtime = Runtime(streams, memory, torch_cuda, faults)
 
         def empty(num_bytes: int, pinned: bool) -> torch.Tensor:
+            assert not torch_cuda.capturing, "an allocation while a graph is captured"
             torch_cuda.begin("pinned memory" if pinned else "memory")
             handle = torch_cuda.current_stream(ORDINAL).cuda_stream
             origin = None if pinned else streams.last_owner(handle)

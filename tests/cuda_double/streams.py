@@ -19,6 +19,8 @@ from typing import Any
 Clock = dict[int, int]
 #: An access: address and bytes.
 Span = tuple[int, int]
+#: Work that a graph holds: what, the function, the accesses.
+Launched = tuple[str, Callable[[], None], Callable[[], tuple[list[Span], list[Span]]]]
 HOST = -1
 #: A record on a stream whose work ran at once is "not yet" reached for so many queries.
 QUERIES = 12
@@ -96,6 +98,8 @@ class Streams:
         self.bounds: Callable[[int, int, str], None] = lambda address, num_bytes, what: None
         self.found: list[str] = []
         self.num_checked = self.num_host_waits = 0
+        #: While a graph is captured: the stream, and the kernels launched on it up to now.
+        self.captured: tuple[int, list[Launched]] | None = None
         self.now = 0.0  # seconds of the double's own time, for events that measure
 
     @locked
@@ -152,7 +156,14 @@ class Streams:
         run: Callable[[], None],
         spans: Callable[[], tuple[list[Span], list[Span]]],
     ) -> None:
-        """Queue a copy, a fill or a kernel."""
+        """Queue a copy, a fill or a kernel; keep a kernel for the graph that is captured."""
+        if self.captured is not None:
+            capturing, launched = self.captured
+            assert handle == capturing, f"{what} on another stream while a graph is captured"
+            assert what.endswith("kernel"), f"a graph shall hold kernels only, not a {what}"
+            launched.append((what, run, spans))
+            self.log.append(f"{handle:#x} captured {what}")
+            return
         self.host[HOST] += 1
         self.put(handle, Work(what, dict(self.host), _site(), run, spans))
         if handle in self.prompt:
@@ -161,6 +172,7 @@ class Streams:
     @locked
     def record(self, handle: int) -> Mark:
         """Queue the record of an event."""
+        assert self.captured is None, "an event is recorded while a graph is captured"
         mark = Mark(handle)
         self.put(handle, Work("record", dict(self.host), "", record=mark))
         return mark
@@ -168,6 +180,7 @@ class Streams:
     @locked
     def wait(self, handle: int, mark: Mark | None) -> None:
         """Queue a wait; for an event that was never recorded it is nothing, as in CUDA."""
+        assert self.captured is None, "a stream waits while a graph is captured"
         if mark is not None:
             self.put(handle, Work("wait", dict(self.host), "", wait=mark))
 
@@ -217,6 +230,7 @@ class Streams:
     @locked
     def synchronize(self, handle: int) -> None:
         """The host waits for all of a stream."""
+        assert self.captured is None, "the host waits while a graph is captured"
         self.num_host_waits += 1
         self.settle(handle)
         self._learn(self.clocks[handle])

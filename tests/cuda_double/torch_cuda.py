@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.cuda_double.faults import Faults
 from tests.cuda_double.memory import Memory
-from tests.cuda_double.streams import Mark, Streams
+from tests.cuda_double.streams import Launched, Mark, Streams
 
 
 class Stream:
@@ -57,6 +57,20 @@ class Event:
         """Milliseconds of the double's time."""
         assert self._timing and end._timing and self.mark and end.mark
         return (end.mark.ended - self.mark.ended) * 1000
+
+
+class Graph:
+    """Kernels launched while it was captured; a replay gives them to the current stream, where they
+    find what the memory holds by then."""
+
+    def __init__(self, torch_cuda: TorchCuda, streams: Streams) -> None:
+        self._torch, self._streams = torch_cuda, streams
+        self.launched: list[Launched] = []
+
+    def replay(self) -> None:
+        handle = self._torch.current_stream(self._torch.ordinal).cuda_stream
+        for what, run, spans in self.launched:
+            self._streams.work(handle, what, run, spans)
 
 
 class TorchCuda:
@@ -124,6 +138,22 @@ class TorchCuda:
 
     def is_current_stream_capturing(self) -> bool:
         return self.capturing
+
+    def CUDAGraph(self) -> Graph:
+        return Graph(self, self._streams)
+
+    @contextmanager
+    def graph(self, graph: Graph) -> Iterator[None]:
+        """Capture on a stream of its own, as torch does."""
+        assert self._streams.captured is None
+        stream = Stream(self._streams, 0)
+        self._streams.synchronize(self.current_stream(self.ordinal).cuda_stream)
+        with self.stream(stream):
+            self.capturing, self._streams.captured = True, (stream.cuda_stream, graph.launched)
+            try:
+                yield
+            finally:
+                self.capturing, self._streams.captured = False, None
 
     def mem_get_info(self, device: int) -> tuple[int, int]:
         return self._memory.capacity - self._memory.used, self._memory.capacity

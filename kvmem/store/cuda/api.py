@@ -104,6 +104,15 @@ class Cuda:
         """Whether the current stream is being captured into a graph."""
         return bool(self.torch.is_current_stream_capturing())
 
+    def refuse_capture(self) -> None:
+        """Raise RuntimeError while the current stream is captured."""
+        if self.is_capturing():
+            raise RuntimeError(
+                "a CUDA graph is being captured, and a plain step's arrays would be baked into it; "
+                "plan the step with Manager.step(seqs, into=buffers), buffers from "
+                "Manager.graph_buffers"
+            )
+
 
 def open_cuda(name: str) -> Cuda:
     """The GPU of a device name, "cuda" (torch's current one) or "cuda:1".

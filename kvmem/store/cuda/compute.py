@@ -20,6 +20,7 @@ from kvmem.store.cuda.arena import CudaArena
 from kvmem.store.cuda.arrays import FLOAT32, device_array, workspace_for
 from kvmem.store.cuda.device import CudaDevice
 from kvmem.store.cuda.uploads import Upload
+from kvmem.store.cuda.vectors import Vectors
 from kvmem.store.device import FrameIds, Stream
 from kvmem.store.layout import STORAGE_DTYPES, Layout
 from kvmem.store.operands import Operands
@@ -70,6 +71,7 @@ class CudaCompute:
         queue = device.stream(Stream.COMPUTE)
         self._planes = device.uploads.upload(queue, layout.rows())  # for good: never released
         scales = [(n, s) for n, s in (("key", k_scale), ("value", v_scale)) if s is not None]
+        self._vectors = Vectors(device)
         self._kept: list[Upload] = []
         #: By layer, for the kernels.
         self._scales: list[dict[str, Any]] = [{} for _ in range(layout.num_layers)]
@@ -94,7 +96,9 @@ class CudaCompute:
 
         key_offset, value_offset = self._tensors.check_layer(layer)
         self._tensors.check_rows(key, value, len(slot_mapping))
-        if self._check:
+        if on_device is None:
+            self._device.cuda.refuse_capture()
+        if self._check and not self._device.cuda.is_capturing():
             check_finite("key", key, slot_mapping)
             check_finite("value", value, slot_mapping)
         queue, upload = self._device.stream(Stream.COMPUTE), None
@@ -139,6 +143,8 @@ class CudaCompute:
         """Attention of the rows of a batch over one layer's paged K/V; see ``Store.attend``."""
         from cuda_kernels import paged_attention
 
+        if on_device is None:
+            self._device.cuda.refuse_capture()
         layout, cuda = self._layout, self._device.cuda
         key_offset, value_offset = self._tensors.check_layer(layer)
         num_heads = self._tensors.check_query(query, int(query_start[-1]))
@@ -148,7 +154,8 @@ class CudaCompute:
         else:
             self._tensors.check("out", out, shape)
         lse = query.new_empty(shape[:2], dtype=torch.float32) if return_lse else None
-        queue, uploads = self._device.stream(Stream.COMPUTE), []
+        queue = self._device.stream(Stream.COMPUTE)
+        uploads: list[Upload] = []
         if on_device is None:
             upload = self._upload_rows(queue, table, table_start, seq_lens, query_start)
             uploads.append(upload)
@@ -156,13 +163,10 @@ class CudaCompute:
             on_device = Operands(
                 None, flat, rows[0], rows[1], rows[2], int(max(seq_lens, default=0))
             )
-        rules: dict[str, Any] = {}
-        for name, vector in (("alibi", alibi), ("sinks", sinks)):
-            rules[name] = None
-            numbers = head_vector(name, vector, num_heads)
-            if numbers is not None:
-                uploads.append(self._device.uploads.upload(queue, (numbers,)))
-                rules[name] = uploads[-1].arrays[0]
+        rules: dict[str, Any] = {
+            "alibi": self._vector("alibi", alibi, num_heads, on_device.fixed, uploads),
+            "sinks": self._vector("sinks", sinks, num_heads, on_device.fixed, uploads),
+        }
         longest = on_device.max_seq_len
         workspace = workspace_for(query, layout.num_kv_heads, layout.value_dim, longest, window)
         with cuda.here():
@@ -228,6 +232,24 @@ class CudaCompute:
         """Rows given as host arrays: the kernels want one dtype for all but the table."""
         starts = (np.ascontiguousarray(a, np.int64) for a in (table_start, seq_lens, query_start))
         return self._device.uploads.upload(queue, (np.ascontiguousarray(table), *starts))
+
+    def _vector(
+        self,
+        name: str,
+        vector: ArrayLike | torch.Tensor | None,
+        num_heads: int,
+        keep: bool,
+        uploads: list[Upload],
+    ) -> DeviceArray | None:
+        """Numbers a query head on the GPU: for good (``keep``), or until ``uploads`` go."""
+        if keep:
+            return self._vectors.on_gpu(name, vector, num_heads)
+        numbers = head_vector(name, vector, num_heads)
+        if numbers is None:
+            return None
+        queue = self._device.stream(Stream.COMPUTE)
+        uploads.append(self._device.uploads.upload(queue, (numbers,)))
+        return uploads[-1].arrays[0]
 
     def _array(self, tensor: torch.Tensor, dtype: np.dtype[Any] | None = None) -> DeviceArray:
         return device_array(tensor, self._bits if dtype is None else dtype, self._kernels)

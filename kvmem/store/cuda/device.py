@@ -80,6 +80,7 @@ class CudaDevice(Device):
         self._unfenced = dict.fromkeys(Stream, NOTHING_MOVED)  # behind the last fence
         self._counting: dict[Stream, deque[tuple[CudaFence, Moved]]] = {s: deque() for s in Stream}
         self._timings: deque[tuple[Any, Any, Callable[[float], None]]] = deque()
+        self._parked: deque[tuple[Any, deque[Any]]] = deque()
         self._error: BaseException | None = None
         self._closed = False
         self._fork = ForkGuard()
@@ -281,6 +282,16 @@ class CudaDevice(Device):
             told(seconds)
         return self._moved[stream]
 
+    def park(self, memory: Any, ring: deque[Any]) -> None:
+        """Keep memory that nobody holds any more until the ``event`` of each of the ring is
+        reached: copies between the two may be under way. From a finalizer too, so without a lock.
+        """
+        self._parked.append((memory, ring))
+        for _ in range(len(self._parked)):
+            first = self._parked.popleft()
+            if not self._closed and not all(one.event.query() for one in first[1]):
+                self._parked.append(first)
+
     def transfer_counts(self) -> dict[str, int]:
         """Transfers by the way they went, and what of the host arena is page-locked."""
         chosen = self.copies.num_chosen
@@ -311,6 +322,7 @@ class CudaDevice(Device):
                     self._abandon()
                     break
                 time.sleep(LAST_LOOK)
+        self._parked.clear()
         self.copies.close()
         self.uploads.close()
 

@@ -30,6 +30,7 @@ class StepTensors:
     """
 
     def __init__(self, device: CudaDevice, arrays: Any) -> None:
+        device.cuda.refuse_capture()
         self._device, self._arrays = device, arrays
         queue = device.stream(Stream.COMPUTE)
         with device.working("arrays of a step"):
@@ -68,7 +69,8 @@ class StepTensors:
         return found
 
     def operands(self, rows: NDArray[np.int32]) -> Operands:
-        """What the kernels take, the table included."""
+        """What the kernels take, the table included. Not in a capture: see `refuse_capture`."""
+        self._device.cuda.refuse_capture()
         table, starts = self._uploaded(rows).arrays
         _, _, slots, lengths, begins, _ = self._upload.arrays
         flat = DeviceArray(
@@ -88,6 +90,7 @@ class StepTensors:
 
     def _uploaded(self, rows: NDArray[np.int32]) -> Upload:
         if self._table is None:
+            self._device.cuda.refuse_capture()
             dense = np.ascontiguousarray(rows)
             starts = np.arange(len(rows), dtype=np.int32) * np.int32(dense.shape[1])
             queue = self._device.stream(Stream.COMPUTE)

@@ -17,4 +17,5 @@ class Operands(NamedTuple):
     seq_lens: DeviceArray  # [num_rows]
     query_start: DeviceArray  # [num_rows + 1]
     max_seq_len: int  # at least the largest of `seq_lens`
+    max_query_len: int  # at least the most tokens of a row
     fixed: bool = False  # always at these addresses: a graph may be captured

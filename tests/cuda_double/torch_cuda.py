@@ -146,7 +146,7 @@ class TorchCuda:
     def graph(self, graph: Graph) -> Iterator[None]:
         """Capture on a stream of its own, as torch does."""
         assert self._streams.captured is None
-        stream = Stream(self._streams, 0)
+        stream = Stream(self, 0)
         self._streams.synchronize(self.current_stream(self.ordinal).cuda_stream)
         with self.stream(stream):
             self.capturing, self._streams.captured = True, (stream.cuda_stream, graph.launched)

@@ -160,9 +160,8 @@ class CudaCompute:
             upload = self._upload_rows(queue, table, table_start, seq_lens, query_start)
             uploads.append(upload)
             flat, *rows = upload.arrays
-            on_device = Operands(
-                None, flat, rows[0], rows[1], rows[2], int(max(seq_lens, default=0))
-            )
+            longest, most = int(max(seq_lens, default=0)), int(max(np.diff(query_start), default=0))
+            on_device = Operands(None, flat, rows[0], rows[1], rows[2], longest, most)
         rules: dict[str, Any] = {
             "alibi": self._vector("alibi", alibi, num_heads, on_device.fixed, uploads),
             "sinks": self._vector("sinks", sinks, num_heads, on_device.fixed, uploads),
@@ -187,6 +186,7 @@ class CudaCompute:
                 check=True,  # scale, window and the like come from the user
                 stream=queue.cuda_stream,
                 max_seq_len=longest,
+                max_query_len=on_device.max_query_len,
                 workspace=None if workspace is None else self._array(workspace, FLOAT32),
                 **rules,
                 **self._scales[layer],

@@ -108,5 +108,6 @@ class FixedOnGpu:
             found["seq_lens"],
             found["query_start"],
             self._sizes.max_context,
+            self._sizes.max_tokens,
             fixed=True,
         )

@@ -26,7 +26,7 @@ _TORCH = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 class StepTensors:
     """One step's tensors. They stay until `release`.
 
-    ``arrays`` has an array for each of `NAMES`, and ``max_seq_len``.
+    ``arrays`` has an array for each of `NAMES`, ``max_seq_len`` and ``max_query_len``.
     """
 
     def __init__(self, device: CudaDevice, arrays: Any) -> None:
@@ -76,7 +76,8 @@ class StepTensors:
         flat = DeviceArray(
             table.address, (table.shape[0] * table.shape[1],), table.dtype, table.device
         )
-        return Operands(slots, flat, starts, lengths, begins, self._arrays.max_seq_len)
+        longest, most = self._arrays.max_seq_len, self._arrays.max_query_len
+        return Operands(slots, flat, starts, lengths, begins, longest, most)
 
     def release(self) -> None:
         """Whoever read the tensors has given its work to COMPUTE."""

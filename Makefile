@@ -25,7 +25,7 @@ export KVMEM_PROFILE ?= ci
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run test test-all test-bounds test-coverage sim soak threads lint bench docs clean
+.PHONY: help setup run test test-all test-bounds test-coverage sim soak threads lint bench gpu docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | sort | expand -t 16
@@ -85,6 +85,13 @@ lint: setup  ## style, types, layers
 
 bench: setup  ## measure; prints its own commands
 	$(BIN)/python tools/bench.py $(ARGS)
+
+# No setup: a machine with a GPU has a Python with its own CUDA build of torch, and maybe no network.
+# Without a GPU it says what is missing. Everything it makes is in out/gpu.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+QUICK      ?=
+gpu:  ## on an NVIDIA GPU: its tests, then figures and a page of them (QUICK=1: 8 minutes)
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m tools.bench_gpu $(if $(filter-out 0,$(QUICK)),--quick) --json out/gpu/figures.json --html out/gpu/report.html $(ARGS)
 
 docs: $(STAMP)-docs  ## build the documentation into out/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir out/site

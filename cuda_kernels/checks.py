@@ -91,27 +91,23 @@ def layout(value: Any) -> None:
 
 
 def kv_scales(stored: StorageDtype, heads: int, **scales: Any) -> None:
-    """Refuse scales, by name, of K and V that aren't stored with one; float32 ``[heads]``."""
+    """Refuse scales, by name, of K and V that aren't stored with one; float32 ``[heads]``.
+
+    Of scales on a device it can't be checked what they hold.
+    """
     for name, values in scales.items():
         if values is None:
             continue
         if stored.kind != FP8_E4M3:
             raise ValueError(f"{name} needs kv_dtype 'fp8_e4m3'; K and V are {stored.name}")
         array(name, values, (np.dtype(np.float32),), (heads,), contiguous=True)
+        if isinstance(values, DeviceArray):
+            continue
         wrong = ~((values >= MIN_SCALE) & (values <= MAX_SCALE))
         if wrong.any():
             raise ValueError(
                 f"{name}[{int(np.argmax(wrong))}] is not a number from {MIN_SCALE} to {MAX_SCALE}"
             )
-
-
-def no_fp8_on_device(kind: int) -> None:
-    """Refuse arrays on a device whose K and V are stored as fp8_e4m3."""
-    if kind == FP8_E4M3:
-        raise ValueError(
-            "kv_dtype 'fp8_e4m3' is not in the CUDA kernels of this version; on a device K and V "
-            "have the dtype of the query: leave kv_dtype out"
-        )
 
 
 def frame_ids(name: str, ids: NDArray[Any] | DeviceArray, num_frames: int, limit_name: str) -> None:

@@ -23,6 +23,7 @@ from kvmem.geometry import (
     metadata_bytes,
     uniform_frame,
 )
+from kvmem.numa import checked_node
 from kvmem.sim_options import SimOptions
 from kvmem.size_plan import SizePlan
 from kvmem.sizes import SIZE_FORMS, parse_size, with_unit
@@ -111,8 +112,9 @@ class Config:
     Watermarks: when fewer than ``low`` of the device's blocks are free or saved already, the oldest
     evictable ones are copied until ``high`` are. Off (None) unless given.
 
-    Device "cpu"; "cuda" (torch's current GPU) or "cuda:1"; "sim" is for tests: its streams run as
-    ``sim`` (SimOptions) says, races raise RaceError.
+    Device "cpu"; "cuda" (torch's current GPU) or "cuda:1", with ``numa_node`` for its host tier,
+    "gpu" or a number; "sim" is for tests: its streams run as ``sim`` (SimOptions) says, races raise
+    RaceError.
 
     Raises ConfigError for a value or a combination that cannot be, TypeError for a wrong type;
     values planned for later raise ConfigError "not in this version". Nothing is allocated.
@@ -139,6 +141,7 @@ class Config:
     debug: bool
     zero_on_free: str
     sim: SimOptions | None
+    numa_node: int | str | None
 
     def __init__(
         self,
@@ -166,6 +169,7 @@ class Config:
         debug: bool = False,
         zero_on_free: str = "never",
         sim: SimOptions | None = None,
+        numa_node: int | str | None = None,
     ) -> None:
         num_layers = _ranged("num_layers", num_layers, MAX_LAYERS)
         spec = LayerSpec(
@@ -187,7 +191,7 @@ class Config:
             sync=boolean("sync", sync),
             debug=boolean("debug", debug),
         )
-        self._set(sim=_sim(sim, self.device))
+        self._set(sim=_sim(sim, self.device), numa_node=checked_node(numa_node, self.device))
         self._set(kv_dtype=checked_kv_dtype(kv_dtype, self.dtype))
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             sizes = (self.num_layers, self.num_kv_heads)

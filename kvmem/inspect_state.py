@@ -60,6 +60,10 @@ def stats(runtime: Runtime) -> Stats:
         bytes_in_done=counted["in_bytes"],
         runs_out_done=counted["out_runs"],
         runs_in_done=counted["in_runs"],
+        host_locked_bytes=counted["host_locked_bytes"],
+        transfers_copied=counted["transfers_copied"],
+        transfers_batched=counted["transfers_batched"],
+        transfers_staged=counted["transfers_staged"],
     )
 
 

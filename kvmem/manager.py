@@ -19,10 +19,13 @@ from kvmem.extras import checked_extras
 from kvmem.ledger import Refusal
 from kvmem.ledger.verify import LedgerCorrupt
 from kvmem.memory_check import check_memory
+from kvmem.planning import plan_step
 from kvmem.runtime import TIERS, Ids, Runtime
+from kvmem.sampled import append_sampled
 from kvmem.sequence import Sequence
 from kvmem.stats import Stats
-from kvmem.step import Step, plan_step
+from kvmem.step import Step
+from kvmem.store.making import Progress
 from kvmem.store.store import Store
 from kvmem.swapper import Room, Swapper, Transfer
 from kvmem.tokens import check_token_values, count_array, namespace_key, token_array
@@ -38,13 +41,17 @@ class Manager:
     closes it. A call that raises has changed nothing, except that unreferenced cached content may
     have been evicted (R8). Raises TypeError for anything but a Config, ConfigError when the arenas
     do not fit the machine. Costs the arenas' address space; pages are taken when first written.
+
+    On a GPU the host tier is page-locked at once, some 0.1 s a GiB: `progress(done, total)` hears
+    of it in bytes, and ends it by raising (nothing stays locked then). DeviceUnavailable where
+    there is no such GPU.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, progress: Progress | None = None) -> None:
         if not isinstance(config, Config):
             raise TypeError(f"config must be a kvmem.Config, not {type(config).__name__}")
         check_memory(config)
-        self._runtime = Runtime(config)
+        self._runtime = Runtime(config, progress)
         self._swapper = Swapper(self._runtime)
         self._finalizer = weakref.finalize(self, Store.close, self._runtime.store)
 
@@ -98,14 +105,23 @@ class Manager:
     ) -> None:
         """Append one token to each sequence, or `counts[i]` of them (ragged, one after another).
 
+        On a GPU they may be a 1-D tensor there, int32 or int64, taken without waiting for it; its
+        values, which are trusted, go into the next step's `tokens` on the GPU, and blocks are
+        published when they have arrived here. `fork`, `truncate`, `accept`, `Sequence.tokens` and
+        an `append` of other tokens wait for those of their sequences.
+
         Host bookkeeping only, never OutOfBlocks. Draft tokens are computed but not published until
         `accept`; plain tokens may not follow unaccepted drafts. Raises UnknownSequence, TypeError,
         ValueError; TransferError when the last step of one ran over K/V that a failed copy took, so
         that what it sampled is void (`lost` names them; drop their tokens). O(tokens).
         """
         draft = boolean("draft", draft)
-        array = token_array("tokens", tokens, check_values=False)
         runtime = self._runtime
+        if runtime.sampled is not None:
+            if not draft and append_sampled(runtime, seqs, tokens, counts):
+                return
+            runtime.await_tokens(seqs)
+        array = token_array("tokens", tokens, check_values=False)
         runtime.begin()
         try:
             records = runtime.records(seqs)
@@ -133,6 +149,7 @@ class Manager:
         next token `tokens[i]`. K/V of kept drafts stays; their full blocks are published.
         Raises UnknownSequence, TypeError, ValueError (more than there are drafts). O(drafts)."""
         array = token_array("tokens", tokens)
+        self._runtime.await_tokens(seqs)
         with self._runtime.entered():
             records = self._runtime.records(seqs)
             accepted = count_array("num_accepted", num_accepted, len(records), "sequence")
@@ -147,6 +164,7 @@ class Manager:
         it. Legal when swapped out. Raises ValueError, UnknownSequence, RuntimeError in an open
         step. O(n * (tokens + blocks)), no bytes move."""
         n = integer("n", n, low=1, high=1 << 20)
+        self._runtime.await_tokens([seq])
         with self._runtime.entered():
             record = self._runtime.record(seq, "seq")
             try:
@@ -158,6 +176,7 @@ class Manager:
     def truncate(self, seqs: list[Sequence], num_tokens: object) -> None:
         """Cut each sequence to `num_tokens` (one number, or one each). What is cut is unpublished
         only where nobody shares it. Raises ValueError for more than there are. O(blocks freed)."""
+        self._runtime.await_tokens(seqs)
         with self._runtime.entered():
             records = self._runtime.records(seqs)
             lengths = count_array("num_tokens", num_tokens, len(records), "sequence")

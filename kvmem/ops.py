@@ -5,15 +5,20 @@ returns it: planes ``[num_kv_heads, block_size, dim]`` at one distance. Outside 
 
     cache = torch.zeros(frames, num_kv_heads, block_size, head_dim).transpose(1, 2)
 
-The ops see no Manager: they check shapes, slots and tables, and nothing else keeps a caller from
-writing frames that a sequence shares (R3). In this version tensors live on the CPU; float32,
-bfloat16, float16; caches also torch.float8_e4m3fn, with a scale a K/V head. Registered with
-``torch.library``, so that ``torch.compile`` and FakeTensors take them; no autograd.
+The ops see no Manager: nothing keeps a caller from writing frames that a sequence shares (R3).
+float32, bfloat16, float16; caches also torch.float8_e4m3fn, with a scale a K/V head. Registered
+with ``torch.library``, so that ``torch.compile`` and FakeTensors take them; no autograd.
+
+All tensors of a call lie on one device, the CPU or a GPU. On a GPU the kernels are queued on
+torch's current stream and nothing waits for it: so shapes, dtypes and strides are checked, but
+what the tensors hold is trusted. A slot, frame id, length or scale out of its range reads or writes
+memory of others there. The first call on a GPU compiles, or loads; do one before a graph is
+captured. Not run on a GPU yet (docs/cuda.md).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,16 +26,23 @@ from numpy.typing import NDArray
 
 import cuda_kernels
 from kvmem.errors import ShapeError
-from kvmem.storage_dtype import FP8, FP8_NAME
+from kvmem.store.raw_tensors import (
+    DTYPE_NAMES,
+    Caches,
+    Plane,
+    Side,
+    caches_of,
+    integers,
+    one_dtype,
+    plane_of,
+    require,
+    scales_of,
+    side_of,
+)
 
 __all__ = ["copy_blocks", "paged_attention", "write_kv"]
 
-_DTYPE_NAMES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
-_CACHE_NAMES = {**_DTYPE_NAMES, FP8: FP8_NAME}
+_PAIRS = ("source", "target", "num_tokens")
 
 
 @torch.library.custom_op("kvmem::paged_attention", mutates_args=())
@@ -48,6 +60,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    max_seq_len: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend the tokens of each row to the row's positions; returns ``(out, lse)``.
 
@@ -61,47 +74,45 @@ def paged_attention(
     and ``sinks`` (logits, in the denominator and the lse) are float32 ``[num_heads]``. ``out`` is
     ``[num_tokens, num_heads, value_dim]`` of the query's dtype, ``lse`` the natural log-sum-exp,
     float32 ``[num_tokens, num_heads]``; tokens past ``query_start[-1]`` give zeros.
+    ``max_seq_len``, at least the largest of ``seq_lens``, spares memory on a GPU: without it rows
+    are taken to be as long as the table is wide.
 
     Raises ShapeError for a tensor of wrong shape, dtype, device or stride, TypeError for a table
-    of wrong dtype, ValueError for a bad id, length or number. Cost: as
-    ``cuda_kernels.paged_attention``; a table that isn't contiguous is copied.
+    of wrong dtype, ValueError for a bad number, on the CPU also for a bad id or length. Cost: as
+    ``cuda_kernels.paged_attention``; tables, lengths and starts that aren't contiguous, and on a
+    GPU of two dtypes, are copied. There a small batch takes up to a few hundred MB from torch's
+    allocator to cut long rows over blocks of threads.
     """
-    caches = _caches(key_cache, value_cache)
-    _require("query", query, (None, None, caches.head_dim), caches.computed)
-    table = _integers("block_table", block_table, 2, (torch.int32,))
-    rows = table.shape[0]
-    lengths = _integers("seq_lens", seq_lens, 1)
-    starts = _integers("query_start", query_start, 1)
-    if lengths.shape[0] != rows or starts.shape[0] != rows + 1:
-        raise ShapeError(
-            f"block_table has {rows} rows, so seq_lens must have {rows} and query_start "
-            f"{rows + 1} elements; got {lengths.shape[0]} and {starts.shape[0]}"
-        )
-    _require_columns(lengths, table.shape[1], caches.block_size)
+    side = side_of("key_cache", key_cache)
+    caches = caches_of(side, key_cache, value_cache)
+    require(side, "query", query, (None, None, caches.head_dim), caches.computed)
     num_tokens, num_heads = query.shape[:2]
-    for name, vector in (("alibi", alibi), ("sinks", sinks)):
+    rules = {"alibi": alibi, "sinks": sinks}
+    for name, vector in rules.items():
         if vector is not None:
-            _require(name, vector, (num_heads,), (torch.float32,))
+            require(side, name, vector, (num_heads,), (torch.float32,))
+            rules[name] = vector.detach().contiguous()
+    rows, longest = _rows(side, block_table, seq_lens, query_start, caches, max_seq_len)
     out = query.new_zeros((num_tokens, num_heads, caches.value_dim))
     lse = query.new_full((num_tokens, num_heads), -torch.inf, dtype=torch.float32)
-    cuda_kernels.paged_attention(
-        _bits(out),
-        _bits(query),
-        caches.arena,
-        table=np.ascontiguousarray(table).reshape(-1),
-        table_start=np.arange(rows, dtype=np.int64) * table.shape[1],
-        seq_lens=lengths,
-        query_start=starts,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        alibi=None if alibi is None else alibi.detach().numpy(),
-        sinks=None if sinks is None else sinks.detach().numpy(),
-        lse=lse.numpy(),
-        dtype=_DTYPE_NAMES[query.dtype],
-        **_scales(caches, k_scale, v_scale),
-        **caches.geometry(),
-    )
+    tensors = {"lse": lse, **rows, **rules, **scales_of(side, caches, k_scale, v_scale)}
+    if not side.is_host:
+        tensors["workspace"] = _workspace(query, caches, longest, window)
+    named: dict[str, Any] = {n: None if t is None else side.array(t) for n, t in tensors.items()}
+    with side.launching() as options:
+        cuda_kernels.paged_attention(
+            side.array(out),
+            side.array(query),
+            caches.arena,
+            **named,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            dtype=DTYPE_NAMES[query.dtype],
+            max_seq_len=longest,
+            **options,
+            **caches.geometry(),
+        )
     return out, lse
 
 
@@ -120,6 +131,7 @@ def _paged_attention_fake(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    max_seq_len: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = query.shape[:2]
     out = query.new_empty((*shape, value_cache.shape[3]))
@@ -139,27 +151,31 @@ def write_kv(
     """Store token ``t`` in slot ``slot_mapping[t]`` = frame * block_size + offset; -1 skips it.
 
     ``key`` ``[num_tokens, num_kv_heads, head_dim]`` and ``value`` ``[num_tokens, num_kv_heads,
-    value_dim]`` of the caches' dtype, any strides; ``slot_mapping`` int32 or int64
-    ``[num_tokens]``. Which of two tokens with one slot stays is undefined. Caches of
+    value_dim]`` of the caches' dtype, any strides (on a GPU the last one 1); ``slot_mapping``
+    int32 or int64 ``[num_tokens]``. Which of two tokens with one slot stays is undefined. Caches of
     torch.float8_e4m3fn hold ``key / k_scale`` and ``value / v_scale``, float32 ``[num_kv_heads]``
     (None: 1), rounded, ties to even; above 448 they saturate, NaN stays NaN.
 
     Raises ShapeError, TypeError or ValueError as ``paged_attention``, before a byte is written.
     """
-    caches = _caches(key_cache, value_cache)
-    slots = _integers("slot_mapping", slot_mapping, 1)
+    side = side_of("key_cache", key_cache)
+    caches = caches_of(side, key_cache, value_cache)
+    slots = integers(side, "slot_mapping", slot_mapping, 1)
     shape = (slots.shape[0], caches.num_kv_heads)
-    _require("key", key, (*shape, caches.head_dim), caches.computed)
-    _require("value", value, (*shape, caches.value_dim), (key.dtype,))
-    cuda_kernels.write_kv(
-        caches.arena,
-        _bits(key),
-        _bits(value),
-        slot_mapping=slots,
-        dtype=_DTYPE_NAMES[key.dtype],
-        **_scales(caches, k_scale, v_scale),
-        **caches.geometry(),
-    )
+    require(side, "key", key, (*shape, caches.head_dim), caches.computed)
+    require(side, "value", value, (*shape, caches.value_dim), (key.dtype,))
+    scales = scales_of(side, caches, k_scale, v_scale)
+    with side.launching() as options:
+        cuda_kernels.write_kv(
+            caches.arena,
+            side.array(key),
+            side.array(value),
+            slot_mapping=side.array(slots),
+            dtype=DTYPE_NAMES[key.dtype],
+            **{name: side.array(scale) for name, scale in scales.items()},
+            **options,
+            **caches.geometry(),
+        )
 
 
 @write_kv.register_fake
@@ -186,33 +202,24 @@ def copy_blocks(
 
     ``caches`` holds the key and value cache of every layer; the others are int32 or int64
     ``[pairs]``. A target named twice, or a frame that is source and target, raises ValueError; a
-    pair (i, i) does nothing. All is checked before a byte is written.
+    pair (i, i) does nothing. All is checked before a byte is written; on a GPU shapes and dtypes.
     """
-    arrays: dict[str, Any] = {
-        name: _integers(name, tensor, 1)
-        for name, tensor in (("source", source), ("target", target), ("num_tokens", num_tokens))
-    }
-    planes = [_plane(f"caches[{k}]", cache) for k, cache in enumerate(caches)]
-    none = np.zeros(0, np.int64)
-    for plane in planes:  # the pairs are checked against each cache, then any is written
-        cuda_kernels.copy_blocks(
-            plane.arena,
-            **arrays,
-            block_size=plane.block_size,
-            plane_offset=none,
-            plane_rows=none,
-            plane_width=none,
-        )
-    for plane in planes:
-        cuda_kernels.copy_blocks(
-            plane.arena,
-            **arrays,
-            block_size=plane.block_size,
-            plane_offset=np.zeros(1, np.int64),
-            plane_rows=np.array([plane.num_kv_heads]),
-            plane_width=np.array([plane.width]),
-            check=False,
-        )
+    if not caches:
+        return
+    side = side_of("caches[0]", caches[0])
+    given = zip(_PAIRS, (source, target, num_tokens), strict=True)
+    pairs = one_dtype(side, *(integers(side, name, tensor, 1) for name, tensor in given))
+    planes = [plane_of(side, f"caches[{k}]", cache) for k, cache in enumerate(caches)]
+    with side.launching() as options:
+        common: Any = options | _arrays(side, dict(zip(_PAIRS, pairs, strict=True)))
+        none = _arrays(side, _plane_tensors(side, None))
+        for plane in planes:  # the pairs are checked against each cache, then any is written
+            size = plane.block_size
+            cuda_kernels.copy_blocks(plane.arena, block_size=size, **none, **common)
+        made = {plane[1:]: _plane_tensors(side, plane) for plane in planes}
+        for plane in planes:
+            size, numbers = plane.block_size, _arrays(side, made[plane[1:]])
+            cuda_kernels.copy_blocks(plane.arena, block_size=size, check=False, **numbers, **common)
 
 
 @copy_blocks.register_fake
@@ -225,141 +232,41 @@ def _copy_blocks_fake(
     return None
 
 
-class _Plane(NamedTuple):
-    """A cache view, taken apart: ``[frames, frame_elements]`` from the first plane on."""
-
-    arena: NDArray[Any]
-    block_size: int
-    num_kv_heads: int
-    width: int
-
-
-class _Caches(NamedTuple):
-    """Key and value cache of a layer, taken apart."""
-
-    arena: NDArray[Any]
-    value_arena: NDArray[Any]
-    kv_dtype: str
-    computed: tuple[torch.dtype, ...]  # what queries and rows to write may have
-    block_size: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-
-    def geometry(self) -> dict[str, Any]:
-        """The keyword arguments that kernels share."""
-        named = self._asdict()
-        del named["arena"], named["computed"]
-        return named | {"key_offset": 0, "value_offset": 0}
-
-
-def _scales(caches: _Caches, *scales: torch.Tensor | None) -> dict[str, Any]:
-    """The keyword arguments of what fp8 is multiplied by; refused beside other caches."""
-    given: dict[str, Any] = {}
-    for name, tensor in zip(("key_scale", "value_scale"), scales, strict=True):
-        if tensor is None:
-            continue
-        if caches.kv_dtype != FP8_NAME:
-            raise ShapeError(
-                f"{name[0]}_scale needs caches of {FP8}; these are {caches.kv_dtype}: leave it out"
-            )
-        _require(f"{name[0]}_scale", tensor, (caches.num_kv_heads,), (torch.float32,))
-        given[name] = tensor.detach().contiguous().numpy()
-    return given
-
-
-def _caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> _Caches:
-    """Take a layer's two caches apart."""
-    key = _plane("key_cache", key_cache)
-    value = _plane("value_cache", value_cache)
-    if key_cache.dtype != value_cache.dtype or key_cache.shape[:3] != value_cache.shape[:3]:
+def _rows(
+    side: Side,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    caches: Caches,
+    max_seq_len: int | None,
+) -> tuple[dict[str, torch.Tensor], int]:
+    """The rows of a batch by the kernels' names, and how long the longest may be."""
+    table = integers(side, "block_table", block_table, 2, (torch.int32,))
+    rows, columns = table.shape
+    lengths = integers(side, "seq_lens", seq_lens, 1)
+    starts = integers(side, "query_start", query_start, 1)
+    if lengths.shape[0] != rows or starts.shape[0] != rows + 1:
         raise ShapeError(
-            f"key_cache {tuple(key_cache.shape)} of {key_cache.dtype} and value_cache "
-            f"{tuple(value_cache.shape)} of {value_cache.dtype} must agree in dtype, frames, "
-            f"block_size and num_kv_heads"
+            f"block_table has {rows} rows, so seq_lens must have {rows} and query_start "
+            f"{rows + 1} elements; got {lengths.shape[0]} and {starts.shape[0]}"
         )
-    return _Caches(
-        key.arena,
-        value.arena,
-        _CACHE_NAMES[key_cache.dtype],
-        tuple(_DTYPE_NAMES) if key_cache.dtype == FP8 else (key_cache.dtype,),
-        key.block_size,
-        key.num_kv_heads,
-        key.width,
-        value.width,
-    )
+    longest = columns * caches.block_size
+    if max_seq_len is not None:
+        if max_seq_len < 0:
+            raise ValueError(f"max_seq_len={max_seq_len}; allowed: 0 or more")
+        longest = min(longest, max_seq_len)
+    if side.is_host:
+        _require_columns(lengths.numpy(), columns, caches.block_size, max_seq_len)
+    lengths, starts = one_dtype(side, lengths, starts)
+    begins = torch.arange(rows, dtype=lengths.dtype, device=lengths.device).mul_(columns)
+    named = {"table": table.view(-1), "table_start": begins}
+    return named | {"seq_lens": lengths, "query_start": starts}, longest
 
 
-def _plane(name: str, cache: torch.Tensor) -> _Plane:
-    """Take one cache view apart, or raise ShapeError."""
-    _require(name, cache, (None, None, None, None), tuple(_CACHE_NAMES))
-    frames, block_size, heads, width = cache.shape
-    plane_elements = block_size * heads * width
-    inner = (width, block_size * width, 1)
-    # The stride of an axis of length 1 says nothing, so any will do.
-    plain = all(
-        cache.stride(axis) == want or cache.shape[axis] == 1
-        for axis, want in zip((1, 2, 3), inner, strict=True)
-    )
-    frame_elements = plane_elements if frames == 1 else cache.stride(0)
-    if cache.numel() == 0 or not plain or frame_elements < plane_elements:
-        raise ShapeError(
-            f"{name} of shape {tuple(cache.shape)} and strides {cache.stride()} is no view of "
-            f"frames with planes [num_kv_heads, block_size, dim]; expected strides "
-            f"(frame_elements, {inner[0]}, {inner[1]}, 1), as Manager.kv(layer) returns"
-        )
-    # The array's last row may reach past the storage by what follows the plane in a frame; the
-    # kernels touch planes only, and this array never leaves the op.
-    bits = _bits(cache)
-    strides = (frame_elements * bits.itemsize, bits.itemsize)
-    arena = np.lib.stride_tricks.as_strided(bits, (frames, frame_elements), strides)
-    return _Plane(arena, block_size, heads, width)
-
-
-def _require(
-    name: str,
-    tensor: torch.Tensor,
-    shape: tuple[int | None, ...],
-    allowed: tuple[torch.dtype, ...],
+def _require_columns(
+    lengths: NDArray[Any], columns: int, block_size: int, max_seq_len: int | None
 ) -> None:
-    """Refuse a tensor of another device, dtype or shape (None = any)."""
-    if tensor.device.type != "cpu":
-        raise ShapeError(
-            f"{name} is on {tensor.device}; in this version the ops take CPU tensors: "
-            f"move it with .cpu()"
-        )
-    if tensor.dtype not in allowed:
-        raise ShapeError(
-            f"{name} has dtype {tensor.dtype}; expected {' or '.join(str(d) for d in allowed)}"
-        )
-    matches = tensor.dim() == len(shape) and all(
-        want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
-    )
-    if not matches:
-        wanted = "[" + ", ".join("any" if want is None else str(want) for want in shape) + "]"
-        raise ShapeError(f"{name} has shape {list(tensor.shape)}; expected {wanted}")
-
-
-def _integers(
-    name: str,
-    tensor: torch.Tensor,
-    dims: int,
-    dtypes: tuple[torch.dtype, ...] = (torch.int32, torch.int64),
-) -> NDArray[Any]:
-    """An integer tensor as a NumPy array, no copy."""
-    if tensor.dtype not in dtypes:
-        allowed = " or ".join(str(d) for d in dtypes)
-        raise TypeError(f"{name} has dtype {tensor.dtype}; expected {allowed}")
-    if tensor.device.type != "cpu":
-        raise ShapeError(f"{name} is on {tensor.device}; in this version the ops take CPU tensors")
-    if tensor.dim() != dims:
-        raise ShapeError(f"{name} has shape {list(tensor.shape)}; expected {dims} dimension(s)")
-    array: NDArray[Any] = tensor.numpy()
-    return array
-
-
-def _require_columns(lengths: NDArray[Any], columns: int, block_size: int) -> None:
-    """Refuse a length that reaches past the row's last column (case 69)."""
+    """Refuse a length that reaches past the row's last column (case 69), or the maximum."""
     needed = -(-lengths.astype(np.int64) // block_size)
     short = needed > columns
     if short.any():
@@ -368,12 +275,30 @@ def _require_columns(lengths: NDArray[Any], columns: int, block_size: int) -> No
             f"block_table has {columns} columns, but row {row} needs {int(needed[row])} for "
             f"seq_lens[{row}] {int(lengths[row])} in blocks of {block_size}"
         )
+    if max_seq_len is not None and lengths.size and lengths.max() > max_seq_len:
+        row = int(np.argmax(lengths))
+        raise ValueError(f"max_seq_len={max_seq_len} is less than seq_lens[{row}] {lengths[row]}")
 
 
-def _bits(tensor: torch.Tensor) -> NDArray[Any]:
-    """A tensor's memory as the NumPy storage dtype of the kernels, no copy."""
-    plain = tensor.detach()
-    if plain.dtype != torch.float32:
-        plain = plain.view(torch.uint8 if plain.dtype == FP8 else torch.uint16)
-    array: NDArray[Any] = plain.numpy()
-    return array
+def _workspace(
+    query: torch.Tensor, caches: Caches, longest: int, window: int | None
+) -> torch.Tensor | None:
+    from kvmem.store.cuda.arrays import workspace_for
+
+    return workspace_for(query, caches.num_kv_heads, caches.value_dim, longest, window)
+
+
+def _plane_tensors(side: Side, plane: Plane | None) -> dict[str, torch.Tensor]:
+    """Offset, rows and width of a plane, or of none, for `copy_blocks`. Filled where they lie: a
+    copy from the host would wait."""
+    numbers = (0, 0, 0) if plane is None else (0, plane.num_kv_heads, plane.width)
+    names = ("plane_offset", "plane_rows", "plane_width")
+    shape = (0 if plane is None else 1,)
+    return {
+        name: torch.full(shape, number, dtype=torch.int64, device=side.device)
+        for name, number in zip(names, numbers, strict=True)
+    }
+
+
+def _arrays(side: Side, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: side.array(tensor) for name, tensor in tensors.items()}

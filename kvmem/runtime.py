@@ -26,12 +26,14 @@ from kvmem.fork import ForkGuard
 from kvmem.ledger import Ledger, Refusal
 from kvmem.ledger.state import DEVICE, HOST
 from kvmem.recovery import Losses
+from kvmem.sampled import SampledTokens
 from kvmem.sequence import Sequence
 from kvmem.store.device import Stream
 from kvmem.store.store import Store
 
 if TYPE_CHECKING:
     from kvmem.plan import Plan
+    from kvmem.store.making import Progress
 
 Ids = NDArray[np.int32]
 TIERS = ("device", "host")
@@ -58,12 +60,12 @@ def _new_ledger(config: Config) -> Ledger:
 class Runtime:
     """The inside of one Manager."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, progress: Progress | None = None) -> None:
         self.config = config
         for warning in config.plan().warnings:
             LOG.warning(warning)
         self.lock = threading.RLock()
-        self.store = Store(config)
+        self.store = Store(config, progress=progress)
         try:
             self.ledger = _new_ledger(config)
         except BaseException:
@@ -82,6 +84,8 @@ class Runtime:
         self.pins: weakref.WeakSet[object] = weakref.WeakSet()  # live Pins
         self.closed = False
         self.fork = ForkGuard()
+        #: On a GPU: tokens that were sampled there, on their way here.
+        self.sampled = SampledTokens(self) if self.store.sample is not None else None
         self.last_list: list[Sequence] = []  # that `records` saw last; replaced, never written
         self._last_records: Ids = np.zeros(0, np.int32)
         self.last_ids: tuple[int, ...] = ()  # of the handles that `records` saw last
@@ -107,6 +111,7 @@ class Runtime:
             or self.dropped
             or self.unpinned
             or self.failed
+            or self.sampled
             or self.store.error
         ):
             try:
@@ -114,6 +119,8 @@ class Runtime:
                 self.store.check_usable()
                 self.recover()
                 self._sweep()
+                if self.sampled:
+                    self.sampled.arrive()
             except BaseException:
                 self.lock.release()
                 raise
@@ -193,6 +200,13 @@ class Runtime:
         """Drop the kept list: one of its handles is no more."""
         self.last_list, self._last_records = [], np.zeros(0, np.int32)
         self.last_ids = ()
+
+    def await_tokens(self, seqs: object) -> None:
+        """Wait, under no lock, until all tokens of these handles are known: those that were sampled
+        on a GPU just now are not. What is no list of handles is ignored."""
+        if self.sampled and isinstance(seqs, list | tuple):
+            self.check_open()
+            self.sampled.await_tokens(seqs)
 
     # --- plans ----------------------------------------------------------------------------------
 

@@ -91,8 +91,10 @@ class Sequence:
 
     @property
     def tokens(self) -> TokenArray:
-        """A copy of the known tokens, int32 `[num_tokens]`. O(tokens)."""
+        """A copy of the known tokens, int32 `[num_tokens]`. O(tokens); waits for those that were
+        sampled on a GPU just now."""
         self._runtime.check_open()
+        self._runtime.await_tokens([self])
         with self._runtime.lock:
             return self._runtime.ledger.tokens_of(self._live())
 

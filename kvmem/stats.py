@@ -54,6 +54,10 @@ class Stats:
     bytes_in_done: int
     runs_out_done: int  # contiguous in both arenas: the copies that these bytes take a device
     runs_in_done: int
+    host_locked_bytes: int  # of the host tier: page-locked for a GPU, 0 on other devices
+    transfers_copied: int  # on a GPU: one copy a run; which way is fastest is measured there
+    transfers_batched: int  # one call for all runs
+    transfers_staged: int  # gathered or scattered by a kernel
 
     def to_dict(self) -> dict[str, object]:
         """Nested dicts of numbers, for JSON."""

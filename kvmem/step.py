@@ -27,7 +27,8 @@ from kvmem.ledger.raising import REASONS
 
 if TYPE_CHECKING:
     from kvmem.plan import Plan
-    from kvmem.runtime import Ids, Runtime
+    from kvmem.runtime import Runtime
+    from kvmem.sampled import Patch
     from kvmem.sequence import Sequence
     from kvmem.store.cuda.step_tensors import StepTensors
     from kvmem.store.transfer import Slice
@@ -174,6 +175,11 @@ class Step:
                 raise RuntimeError("this step has ended; read its tensors inside it")
             self._uploaded = self._runtime.store.upload(arrays)
         return self._uploaded
+
+    def _patch(self, patches: list[Patch]) -> None:
+        """Take tokens that only the GPU knows, now: who holds them lets them go soon."""
+        for patch in patches:
+            self._on_gpu().patch(*patch)
 
     def _operands(self) -> dict[str, Any]:
         """On a GPU, what `Store.write` and `attend` take beside the arrays of the host."""
@@ -368,23 +374,3 @@ class Step:
                 stacklevel=2,
                 source=self,
             )
-
-
-def plan_step(
-    runtime: Runtime,
-    records: Ids,
-    *,
-    num_tokens: Ids | None,
-    max_tokens: int | None,
-    reserve: int,
-    need_all: bool,
-) -> Step:
-    """Plan a step over the handles whose records were just looked up; the caller holds the lock.
-    Raises Refusal."""
-    plan, arrays = runtime.ledger.plan_step(
-        records, num_tokens=num_tokens, max_tokens=max_tokens, reserve=reserve, need_all=need_all
-    )
-    runtime.submit(plan)
-    if runtime.ledger.wants_cleaning:
-        runtime.cleaner.run()
-    return Step(runtime, runtime.last_list, runtime.last_ids, plan, arrays)

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numba
@@ -20,8 +20,10 @@ import numpy as np
 import torch
 from numba.core.dispatcher import Dispatcher
 
+from kvmem.checks import shown
 from kvmem.config import Config
 from kvmem.manager import Manager
+from kvmem.sequence import Sequence
 from kvmem.step import Step
 
 #: Called before each stage with (stages done, stages in all, what comes next), and once at the end
@@ -42,19 +44,33 @@ class WarmupReport:
     num_compiled: int  # were not in the cache: the first time on this kind of processor
     num_loaded: int  # came from the cache
     cache_folder: str  # where other processes will find them
+    num_kernels_compiled: int = 0  # CUDA kernels
+    num_kernels_loaded: int = 0
+    kernel_cache_folder: str = ""  # "": none was asked for
 
 
-def warmup(config: Config, *, progress: Progress | None = None) -> WarmupReport:
+def warmup(
+    config: Config,
+    *,
+    progress: Progress | None = None,
+    compute_capability: tuple[int, int] | None = None,
+) -> WarmupReport:
     """Compile, or load from Numba's cache, what the calls of a `Manager(config)` run.
 
     To be called before serving, and when a container image is built, with `NUMBA_CACHE_DIR` naming
     a folder of the image. What is compiled hangs on the dtype and the processor, not on sizes: one
     call a dtype does for all configs. Legal beside live Managers, which it leaves alone.
 
+    With `device="cuda"` the calls run on that GPU, and the CUDA kernels for the config's dtype and
+    head sizes are made for it. With `compute_capability`, (9, 0) say, the kernels are made for such
+    a GPU and nothing runs on one: for an image that is built without. They are kept in
+    `KVMEM_CUDA_CACHE_DIR`.
+
     `progress(done, total, what)` is called before each stage and at the end. Without it, a line on
     stderr says so where that is a terminal. Cost: 1 to 3 s with a filled cache; without, what
     docs/warmup.md measured; some MiB of memory until it returns. Raises TypeError for what is no
-    Config, and whatever a Manager raises where the system refuses memory.
+    Config, and whatever a Manager raises where the system refuses memory; with a GPU asked for,
+    DeviceUnavailable, and MissingLibrary (an ImportError) where kernels can't be compiled.
     """
     if not isinstance(config, Config):
         raise TypeError(f"config must be a kvmem.Config, not {type(config).__name__}")
@@ -62,22 +78,50 @@ def warmup(config: Config, *, progress: Progress | None = None) -> WarmupReport:
         raise TypeError(f"progress must be callable or None, not {type(progress).__name__}")
     if numba.config.DISABLE_JIT:  # all runs as plain Python: nothing to do, and slowly
         return WarmupReport(seconds=0.0, num_compiled=0, num_loaded=0, cache_folder="")
+    capability = checked_capability(compute_capability)
     tell = progress if progress is not None else _default_progress()
     begin = time.perf_counter()
     before = _counts()
-    with Manager(_small(config)) as manager:
+    with Manager(_small(config, "cpu" if capability else config.device)) as manager:
+        if config.on_gpu and capability is None:
+            device: Any = manager._runtime.store.device
+            capability = device.cuda.kernels.capability
         rehearsal = _Rehearsal(manager)
         for done, (what, run) in enumerate(STAGES):
             tell(done, len(STAGES), what)
             run(rehearsal)
         tell(len(STAGES), len(STAGES), "ready")
     compiled, loaded = _counts()
-    return WarmupReport(
+    report = WarmupReport(
         seconds=round(time.perf_counter() - begin, 3),
         num_compiled=compiled - before[0],
         num_loaded=loaded - before[1],
         cache_folder=_cache_folder(),
     )
+    if capability is None:
+        return report
+    from kvmem.store.cuda.kernel_cache import fill_kernel_cache
+
+    made = fill_kernel_cache(config, capability, progress=tell)
+    return replace(
+        report,
+        seconds=round(time.perf_counter() - begin, 3),
+        num_kernels_compiled=made.num_compiled,
+        num_kernels_loaded=made.num_loaded,
+        kernel_cache_folder=str(made.folder),
+    )
+
+
+def checked_capability(value: Any) -> tuple[int, int] | None:
+    """A GPU's compute capability, (8, 0) and later. Raises TypeError, ValueError."""
+    if value is None:
+        return None
+    numbers = tuple(value) if isinstance(value, (tuple, list)) else ()
+    if len(numbers) != 2 or not all(isinstance(n, int) and type(n) is not bool for n in numbers):
+        raise TypeError(f"compute_capability must be two ints such as (9, 0), not {shown(value)}")
+    if not ((8, 0) <= numbers < (100, 0) and 0 <= numbers[1] <= 9):
+        raise ValueError(f"compute_capability={shown(value)}; allowed: (8, 0) and later")
+    return numbers
 
 
 class _Rehearsal:
@@ -95,8 +139,17 @@ class _Rehearsal:
         manager.append([seq], [1])
         manager.append([other], [1, 2], counts=[2], draft=True)
         manager.accept([other], [1], [3])
+        self._learn_tokens([seq])
         manager.truncate([seq, other], size)
         manager.free([seq, other])
+
+    def _learn_tokens(self, seqs: list[Sequence]) -> None:
+        """As `append` does with tokens of a GPU: appended now, known later."""
+        runtime = self.manager._runtime
+        records = np.array([seq._record for seq in seqs], np.int32)
+        counts = np.ones(len(seqs), np.int64)
+        runtime.ledger.append_unknown(records, counts)
+        runtime.submit(runtime.ledger.learn(records, counts, np.ones(len(seqs), np.int32)))
 
     def steps(self) -> None:
         """Plan, compute, publish; one step that is given up."""
@@ -155,9 +208,11 @@ class _Rehearsal:
         config = self.manager.config
 
         def tensor(heads: int, dim: int) -> torch.Tensor:
+            where = step.tokens.device
             if strided:
-                return torch.zeros(heads, step.num_tokens, dim, dtype=config.dtype).transpose(0, 1)
-            return torch.zeros(step.num_tokens, heads, dim, dtype=config.dtype)
+                shape = heads, step.num_tokens, dim
+                return torch.zeros(shape, dtype=config.dtype, device=where).transpose(0, 1)
+            return torch.zeros(step.num_tokens, heads, dim, dtype=config.dtype, device=where)
 
         key = tensor(config.num_kv_heads, config.head_dim)
         value = tensor(config.num_kv_heads, config.v_head_dim)
@@ -180,7 +235,7 @@ STAGES: tuple[tuple[str, Callable[[_Rehearsal], None]], ...] = (
 )
 
 
-def _small(config: Config) -> Config:
+def _small(config: Config, device: str) -> Config:
     """The same dtype, head sizes and options with two heads, one layer and few blocks.
 
     Always with a host tier: `swap_out(how="auto")` asks the ledger for one where there is none.
@@ -193,7 +248,7 @@ def _small(config: Config) -> Config:
         v_head_dim=config.v_head_dim,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
-        device=config.device,
+        device=device,
         block_size=config.block_size,
         device_blocks=blocks,
         host_blocks=8,

@@ -23,6 +23,8 @@ LONGER: dict[str, str] = {
     "cuda_kernels/attention/cuda_decode.py::kernel": "one straight line; a drawing stands above it",
     "cuda_kernels/attention/cuda_decode_mma.py::attend": "it holds the kernel",
     "cuda_kernels/attention/cuda_decode_mma.py::kernel": "one straight line, drawn above it",
+    "cuda_kernels/attention/cuda_prefill.py::attend_prompts": "it holds the kernel",
+    "cuda_kernels/attention/cuda_prefill.py::kernel": "one straight line, drawn above it",
     "tests/faults/driver.py": "one workload with the checks that make faults show",
 }
 

@@ -52,13 +52,14 @@ def paged_attention(
     value_arena: NDArray[Any] | DeviceArray | None = None,
     layout: str = "HND",
     kv_dtype: str | None = None,
-    key_scale: NDArray[np.float32] | None = None,
-    value_scale: NDArray[np.float32] | None = None,
+    key_scale: NDArray[np.float32] | DeviceArray | None = None,
+    value_scale: NDArray[np.float32] | DeviceArray | None = None,
     check: bool = True,
     stream: int = 0,
     max_seq_len: int | None = None,
     workspace: DeviceArray | None = None,
     cores: str = "auto",
+    max_query_len: int | None = None,
 ) -> None:
     """Attend each query token to the positions of its row up to its own; write ``out``.
 
@@ -85,11 +86,12 @@ def paged_attention(
 
     With ``kv_dtype`` "fp8_e4m3" the arenas are uint8, and what they hold is multiplied by
     ``key_scale`` and ``value_scale``, float32 ``[num_kv_heads]`` from 1e-12 to 1e12 (None: 1): the
-    scales go to queries and results, so they cost nothing. Not on a device in this version.
+    scales go to queries and results, so they cost nothing.
 
     Arithmetic is float32. A token's result depends, bit for bit, neither on the other rows, nor on
-    how the row was cut into steps, nor on frames, nor on the number of threads. NaN or Inf past a
-    row's length, in other frames, or at positions a token doesn't attend to reaches no result.
+    how the row was cut into steps (on a device with a limit, see below), nor on frames, nor on the
+    number of threads. NaN or Inf past a row's length, in other frames, or at positions a token
+    doesn't attend to reaches no result.
 
     Raises TypeError or ValueError before a byte is written. ``check=False`` trusts arrays and
     tables. Cost: the K/V of each row once for every 64 query rows of a KV head, and 2 *
@@ -98,15 +100,23 @@ def paged_attention(
 
     Arrays may lie on a device (all of them, `DeviceArray`; the row arrays of one dtype, head_dim
     and value_dim at most 512, rows below 2**31 positions): kernels are queued on ``stream``, the
-    handle of a CUDA stream, and what the row arrays hold is trusted. K and V are read once for
-    each token and up to 16 heads.
-    ``cores`` picks the kernel: "tensor" cores (bfloat16 and float16, head_dim = value_dim one of
-    64, 96, 128, 256, block_size a multiple of 16, addresses and strides of q, K and V multiples of
-    16 bytes), "ordinary" ones (every call), or "auto", the former where possible. The two round
-    differently. A token is one block of threads, unless ``max_seq_len``, at least the largest of
-    ``seq_lens``, and ``workspace``, float32 on the device, are given: then long rows of small
-    batches are cut over many blocks, with the same bits (`cuda_call.workspace_elements` tells
-    the size; until the work is done the workspace belongs to it). The CPU ignores the three.
+    handle of a CUDA stream, and what the row arrays and scales hold is trusted.
+    ``cores`` picks the kernels: "tensor" cores (bfloat16 and float16, K and V so or in fp8_e4m3,
+    head_dim = value_dim one of 64, 96, 128, 256, block_size a multiple of 16, addresses and strides
+    of q, K and V multiples of 16 bytes), "ordinary" ones (every call), or "auto", the former where
+    possible. The two round differently.
+
+    On tensor cores with up to 128 dims, K and V of the queries' dtype, a row with 16 tokens or more
+    (`cuda_call.PROMPT_TOKENS`) is a prompt: K and V are read once for 64 tokens times heads of a KV
+    head, by a kernel that rounds otherwise than the one for rows with fewer. So a token keeps its
+    bits however a row is cut into steps of 16 and more, or into steps of fewer, but not from the
+    one to the other. ``max_query_len``, at least the most tokens of a row, spares a launch where
+    none is a prompt.
+    All other rows: K and V are read once for each token and up to 16 heads, a block of threads
+    each; unless ``max_seq_len``, at least the largest of ``seq_lens``, and ``workspace``, float32
+    on the device, are given: then long rows of small batches are cut over many blocks, with the
+    same bits (`cuda_call.workspace_elements` tells the size; until the work is done the workspace
+    belongs to it). The CPU ignores these options.
     """
     storage = storage_dtype(dtype)
     stored = kv_storage_dtype(kv_dtype, storage)
@@ -116,6 +126,7 @@ def paged_attention(
             query=query, out=out, arena=arena, value_arena=value_arena, table=table,
             table_start=table_start, seq_lens=seq_lens, query_start=query_start,
             alibi=alibi, sinks=sinks, lse=lse, workspace=workspace,
+            key_scale=key_scale, value_scale=value_scale,
         )  # fmt: skip
         checks.layout(layout)
         _check_arrays(
@@ -137,7 +148,7 @@ def paged_attention(
             checks.array("lse", lse, (_FLOAT32,), query.shape[:2])
             checks.writable("lse", lse)
         _check_rows(query.shape[0], table, table_start, seq_lens, query_start)
-        _check_options(max_seq_len, workspace, cores)
+        _check_options(max_seq_len, max_query_len, workspace, cores)
     heads, size = int(num_kv_heads), int(block_size)
     arrays: Any = (out, query, arena, values)
     starts: Any = (table_start, seq_lens, query_start)
@@ -152,7 +163,7 @@ def paged_attention(
         float(softcap or 0),
     )
     ends: Any = (alibi, sinks, stored.kind, key_scale, value_scale)
-    options = (int(stream), max_seq_len, workspace, cores)
+    options = (int(stream), max_seq_len, workspace, cores, max_query_len)
     _launch(arrays, lse, table, starts, rules, ends, arena.shape[0] if check else 0, options)
 
 
@@ -166,7 +177,6 @@ def _launch(
     if isinstance(table, DeviceArray):
         from cuda_kernels.attention import cuda_call
 
-        checks.no_fp8_on_device(ends[2])
         request = Request._make((*arrays, lse, Rows._make((table, *starts)), *rules, *ends))
         cuda_call.attend(request, cuda_call.DeviceOptions._make(options))
         return
@@ -281,10 +291,11 @@ def _check_rows(
         )
 
 
-def _check_options(max_seq_len: Any, workspace: Any, cores: Any) -> None:
+def _check_options(max_seq_len: Any, max_query_len: Any, workspace: Any, cores: Any) -> None:
     """What only a device uses."""
-    if max_seq_len is not None:
-        checks.integer("max_seq_len", max_seq_len, 0)
+    for name, length in (("max_seq_len", max_seq_len), ("max_query_len", max_query_len)):
+        if length is not None:
+            checks.integer(name, length, 0)
     if workspace is not None:
         checks.array("workspace", workspace, (_FLOAT32,), (None,), contiguous=True)
         checks.writable("workspace", workspace)

@@ -1,8 +1,10 @@
 """`paged_attention` on a device: from a checked request to its launches. Imports no CUDA library.
 
-Two kernels: one on tensor cores, for what they can do, and one on ordinary cores, for everything.
-Which of them runs hangs on dtype, sizes and addresses, never on the rows: so a row's result has the
-same bits in a prompt, in decode, alone and in a batch.
+Three kernels: two on tensor cores, for what they can do, and one on ordinary cores, for everything.
+Tensor or ordinary hangs on dtype, sizes and addresses, never on the rows. Of the two on tensor
+cores one takes rows with few query tokens and one those with many, which only the device can tell:
+both are launched, and each leaves the other's rows alone. So a row's result has the same bits alone
+and in a batch.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cuda_kernels.cuda.array import DeviceArray
 from cuda_kernels.cuda.kernel import Claims, KernelSource, Launch
-from cuda_kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from cuda_kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, FP8_E4M3
 
 if TYPE_CHECKING:
     from cuda_kernels.attention.request import Request
@@ -22,14 +24,14 @@ SPLIT_TOKENS = 512
 #: Enough blocks for each processor of the largest GPUs at hand (4 on each of 132).
 WANTED_BLOCKS = 528
 _MOST_BLOCKS = 65535
-_INTEGERS = 36
+_INTEGERS = 39
 #: Most dims of a kernel on ordinary cores -> how many heads of one KV head a block may take.
 HEADS = {128: (1, 4, 8), 256: (1, 4), 512: (1,)}
 #: Query heads a block -> blocks that a processor shall hold; how many registers those leave.
 BLOCKS = {1: 5, 4: 3, 8: 3}
 _REGISTERS = {5: 96, 4: 128, 3: 168, 2: 255}
-#: The kernel on ordinary cores by storage dtype, query heads a block, most dims. Left to itself the
-#: assembler spills a few registers for one more block that a processor can hold.
+#: The kernel on ordinary cores by dtype of K and V, query heads a block, most dims. Left to itself
+#: the assembler spills a few registers for one more block that a processor can hold.
 KERNELS = {
     (kind, heads, width): KernelSource(
         "cuda_kernels.attention.cuda_decode",
@@ -40,16 +42,23 @@ KERNELS = {
         blocks=BLOCKS[heads],
         claims=Claims(_REGISTERS[BLOCKS[heads]], min_wide_loads=1),  # the loop over a row of K
     )
-    for kind in (FLOAT32, BFLOAT16, FLOAT16)
+    for kind in (FLOAT32, BFLOAT16, FLOAT16, FP8_E4M3)
     for width, choices in HEADS.items()
     for heads in choices
 }
-_TENSOR_INTEGERS, _MERGE_INTEGERS = 35, 17
+_TENSOR_INTEGERS, _MERGE_INTEGERS, _PROMPT_INTEGERS = 39, 18, 33
 #: Dims and eights of heads of a kernel on tensor cores -> blocks that a processor shall hold.
 #: With 256 dims there is no room for the sums of 16 heads; with 64 and 96 few models share a KV
 #: head among more than 8. They take a block for each 8 heads, which read the same K and V.
 TENSOR_BLOCKS = {(64, 1): 4, (96, 1): 4, (128, 1): 4, (128, 2): 2, (256, 1): 2}
-#: The kernel on tensor cores by storage dtype, dims, eights of heads.
+
+
+def _wide_loads(dims: int) -> int:
+    """16-byte loads of K and V in fp8_e4m3, 16 positions a turn; V of 64 dims takes 8 bytes."""
+    return 2 * -(-dims // 64) + (4 * -(-dims // 128) if dims > 64 else 0)
+
+
+#: The kernel on tensor cores by dtype of K and V, dims, eights of heads.
 TENSOR_KERNELS = {
     (kind, dims, tiles): KernelSource(
         "cuda_kernels.attention.cuda_decode_mma",
@@ -59,12 +68,39 @@ TENSOR_KERNELS = {
         (("kind", kind), ("dims", dims), ("tiles", tiles)),
         blocks=blocks,
         # Of K and V, 16 positions a turn; some more of q.
-        claims=Claims(_REGISTERS[blocks], min_wide_loads=dims // 8, tensor_cores=True),
+        claims=Claims(
+            _REGISTERS[blocks],
+            min_wide_loads=_wide_loads(dims) if kind == FP8_E4M3 else dims // 8,
+            tensor_cores=True,
+        ),
     )
-    for kind in (BFLOAT16, FLOAT16)
+    for kind in (BFLOAT16, FLOAT16, FP8_E4M3)
     for (dims, tiles), blocks in TENSOR_BLOCKS.items()
 }
-#: The kernel that joins the splits of both, by storage dtype.
+#: From so many query tokens on a row is a prompt: 64 query rows in a group of 4, a whole tile.
+PROMPT_TOKENS = 16
+#: Query rows (tokens times heads of a KV head) of a block of the kernel for prompts.
+PROMPT_ROWS = 64
+#: Dims it can do -> blocks that a processor shall hold. With 256 q and sums take all registers.
+PROMPT_BLOCKS = {64: 4, 96: 3, 128: 3}
+#: The kernel for prompts, on tensor cores, by storage dtype and dims.
+PROMPT_KERNELS = {
+    (kind, dims): KernelSource(
+        "cuda_kernels.attention.cuda_prefill",
+        "attend_prompts",
+        ("int64",) * _PROMPT_INTEGERS + ("float32",) * 2,
+        THREADS,
+        (("kind", kind), ("dims", dims)),
+        blocks=blocks,
+        # Copies of the first K, of V and the next K; q of two rows.
+        claims=Claims(_REGISTERS[blocks], min_wide_loads=5 * dims // 32, tensor_cores=True),
+    )
+    for kind in (BFLOAT16, FLOAT16)
+    for dims, blocks in PROMPT_BLOCKS.items()
+}
+_NO_PROMPTS = 2**62
+_WIDEST = 2**31 - 2 * PROMPT_ROWS  # of a window, where its arithmetic takes 32 bits
+#: The kernel that joins the splits of the other two, by storage dtype.
 MERGE_KERNELS = {
     kind: KernelSource(
         "cuda_kernels.attention.cuda_merge",
@@ -85,6 +121,7 @@ class DeviceOptions(NamedTuple):
     max_seq_len: int | None = None
     workspace: DeviceArray | None = None
     cores: str = "auto"
+    max_query_len: int | None = None
 
 
 def kernel_for(kind: int, group: int, dims: int) -> tuple[int, int, int]:
@@ -140,7 +177,10 @@ def attend(request: Request, options: DeviceOptions) -> None:
         raise TypeError("table_start, seq_lens and query_start must have one dtype on a device")
     obstacle = "cores is 'ordinary'" if options.cores == "ordinary" else _obstacle(request)
     if not obstacle:
-        _attend_tensor(request, options)
+        prompts = _may_have_prompts(request, options)
+        _attend_tensor(request, options, PROMPT_TOKENS if prompts else _NO_PROMPTS)
+        if prompts:
+            _attend_prompts(request, options)
     elif options.cores == "tensor":
         raise ValueError(f"cores='tensor' can't do this call: {obstacle}")
     else:
@@ -152,7 +192,8 @@ def _obstacle(request: Request) -> str:
     query: Any = request.query
     dims, size = query.shape[2], query.itemsize
     group = query.shape[1] // request.num_kv_heads
-    if request.value.dims != dims or tensor_kernel_for(request.kind, group, dims) is None:
+    possible = request.kind != FLOAT32 and request.value.dims == dims
+    if not possible or tensor_kernel_for(request.kv_kind, group, dims) is None:
         known = sorted({d for d, _ in TENSOR_BLOCKS})
         return f"it needs bfloat16 or float16, and head_dim = value_dim one of {known}"
     if request.block_size % 16:
@@ -163,18 +204,56 @@ def _obstacle(request: Request) -> str:
     return ""
 
 
-def _attend_tensor(request: Request, options: DeviceOptions) -> None:
-    """On tensor cores: heads of one KV head in eights."""
+def _may_have_prompts(request: Request, options: DeviceOptions) -> bool:
+    """Whether the kernel for prompts can do this call, and may have something to do."""
+    query: Any = request.query
+    rows: Any = request.rows
+    num_tokens, most = query.shape[0], options.max_query_len
+    if most is not None:
+        num_tokens = min(num_tokens, most)
+    if rows.seq_lens.shape[0] == 0 or request.kv_kind != request.kind:
+        return False
+    return num_tokens >= PROMPT_TOKENS and (request.kind, query.shape[2]) in PROMPT_KERNELS
+
+
+def _attend_prompts(request: Request, options: DeviceOptions) -> None:
+    """Rows with many tokens, on tensor cores: a block takes as many tokens as heads leave room."""
+    query: Any = request.query
+    rows: Any = request.rows
+    num_tokens, num_heads, dims = query.shape
+    group = num_heads // request.num_kv_heads
+    blocks_per_head = -(-group // PROMPT_ROWS)
+    heads = -(-group // blocks_per_head)
+    tokens = PROMPT_ROWS // heads
+    arguments = [query.address, *query.strides[:2], *_results(request), *_planes(request)]
+    arguments += [*_rows(request), request.block_size, group, blocks_per_head]
+    window = request.window if request.window < _WIDEST else 0
+    arguments += [heads, tokens, PROMPT_TOKENS, window]
+    arguments += [_address(request.alibi), _address(request.sinks)]
+    # A row's tiles begin where tokens before it, in tiles, and rows before it end (`find_slot`).
+    grid = (
+        num_tokens // tokens + rows.seq_lens.shape[0],
+        request.num_kv_heads * blocks_per_head,
+        1,
+    )
+    source = PROMPT_KERNELS[request.kind, dims]
+    launch = Launch(source, grid, (*arguments, request.scale, request.softcap))
+    query.device.launch(launch, options.stream)
+
+
+def _attend_tensor(request: Request, options: DeviceOptions, prompt_tokens: int) -> None:
+    """On tensor cores, rows with fewer tokens than that: heads of one KV head in eights."""
     query: Any = request.query
     _, num_heads, dims = query.shape
     group = num_heads // request.num_kv_heads
-    key = tensor_kernel_for(request.kind, group, dims)
+    key = tensor_kernel_for(request.kv_kind, group, dims)
     assert key is not None
     blocks_per_head = -(-group // (8 * key[2]))
     blocks = request.num_kv_heads * blocks_per_head
     arguments = [query.address, *query.strides[:2], *_results(request), *_planes(request)]
     arguments += [*_rows(request), request.block_size, num_heads, group, blocks_per_head]
-    _launch(request, options, TENSOR_KERNELS[key], blocks, arguments)
+    arguments += [prompt_tokens, *_stored(request)]
+    _launch(request, options, TENSOR_KERNELS[key], blocks, arguments, prompt_tokens)
 
 
 def _attend_ordinary(request: Request, options: DeviceOptions) -> None:
@@ -182,10 +261,11 @@ def _attend_ordinary(request: Request, options: DeviceOptions) -> None:
     query: Any = request.query
     _, num_heads, head_dim = query.shape
     group = num_heads // request.num_kv_heads
-    key = kernel_for(request.kind, group, max(head_dim, request.value.dims))
+    key = kernel_for(request.kv_kind, group, max(head_dim, request.value.dims))
     heads = key[1]
     arguments = [*_place(query), *_results(request), *_planes(request)]
     arguments += [*_rows(request), request.block_size, head_dim, request.value.dims, group // heads]
+    arguments += _stored(request)
     _launch(request, options, KERNELS[key], num_heads // heads, arguments)
 
 
@@ -195,6 +275,7 @@ def _launch(
     source: KernelSource,
     blocks: int,
     arguments: list[int],
+    prompt_tokens: int = _NO_PROMPTS,
 ) -> None:
     """One kernel, `blocks` blocks a token; or with a workspace parts of rows, then the merge."""
     query: Any = request.query
@@ -216,7 +297,7 @@ def _launch(
         return
     joined = [partial, splits, request.value.dims, bits, *_results(request)]
     joined += [rows.seq_lens.address, rows.query_start.address, rows.seq_lens.itemsize]
-    joined += [rows.seq_lens.shape[0], request.window, sinks]
+    joined += [rows.seq_lens.shape[0], request.window, sinks, prompt_tokens]
     launch = Launch(MERGE_KERNELS[request.kind], (num_tokens, num_heads, 1), tuple(joined))
     query.device.launch(launch, options.stream)
 
@@ -245,13 +326,18 @@ def _parts(
 
 def _planes(request: Request) -> list[int]:
     """Where K and V of the layer lie: address, strides of frames, heads and tokens, in bytes."""
-    query: Any = request.query
-    size, found = query.itemsize, []
+    found: list[int] = []
     arenas: Any = ((request.arena, request.key), (request.values, request.value))
     for arena, plane in arenas:
+        size = arena.itemsize
         found += [arena.address + plane.offset * size, arena.strides[0]]
         found += [plane.head_stride * size, plane.token_stride * size]
     return found
+
+
+def _stored(request: Request) -> list[int]:
+    """The dtype of queries and results, and what K and V in fp8_e4m3 are multiplied by."""
+    return [request.kind, _address(request.key_scale), _address(request.value_scale)]
 
 
 def _results(request: Request) -> list[int]:

@@ -24,6 +24,7 @@ from typing import Any
 
 from numba import cuda, float32, int32, int64
 
+from cuda_kernels.attention.cuda_fp8 import add_word, load_fp8, widening
 from cuda_kernels.attention.cuda_parts import LOWEST, bend, find_row, load_element, load_index
 from cuda_kernels.attention.cuda_splits import WARPS, begin_splits, end_split, store_results
 from cuda_kernels.cuda.prims import (
@@ -40,15 +41,16 @@ from cuda_kernels.cuda.prims import (
     widen_bfloat16,
     widen_float16,
 )
-from cuda_kernels.dtypes import BFLOAT16, FLOAT32
+from cuda_kernels.dtypes import BFLOAT16, FLOAT32, FP8_E4M3
 
 TILE = 32
 
 
 @cuda.jit(device=True, inline="always")
 def add_products(
-    scores: Any, query: Any, heads: int, dims: int, address: int, aligned: bool, kind: int
-) -> None:
+    scores: Any, query: Any, heads: int, dims: int, address: int, aligned: bool, kind: int,
+    lower: Any, upper: Any,
+) -> None:  # fmt: skip
     """Dot products of one row of K with the heads' queries, [heads][dims] in shared memory."""
     for h in range(heads):
         scores[h] = float32(0)
@@ -60,6 +62,12 @@ def add_products(
                 for h in range(heads):
                     scores[h] += as_float(words[j]) * query[h * dims + done + j]
             done += 4
+    elif aligned and kind == FP8_E4M3:
+        while done + 16 <= dims:
+            words = load_line(address + done)
+            for j in range(4):
+                add_word(scores, query, heads, dims, done + 4 * j, words[j], lower, upper)
+            done += 16
     elif aligned:
         while done + 8 <= dims:
             words = load_line(address + done * 2)
@@ -73,7 +81,10 @@ def add_products(
                     scores[h] += high * query[h * dims + done + 2 * j + 1]
             done += 8
     while done < dims:
-        element = load_element(address + done * (4 if kind == FLOAT32 else 2), kind)
+        if kind == FP8_E4M3:
+            element = load_fp8(address + done, lower)
+        else:
+            element = load_element(address + done * (4 if kind == FLOAT32 else 2), kind)
         for h in range(heads):
             scores[h] += element * query[h * dims + done]
         done += 1
@@ -91,15 +102,20 @@ def weigh(score: Any, top: Any, total: Any) -> Any:
     return weight, peak, total * factor + weight, factor
 
 
-def attend(kind: int, heads: int, width: int) -> Callable[..., Any]:
-    """The kernel for a storage dtype, query heads a block, and at most `width` dims.
+def attend(kind: int, heads: int, width: int, capability: tuple[int, int]) -> Callable[..., Any]:
+    """The kernel for K and V of a dtype, query heads a block, and at most `width` dims.
+
+    With fp8_e4m3, `query_kind` is the dtype of queries and results, and what is stored is
+    multiplied by a float32 a KV head; else queries and results are of K's dtype, and the three
+    are not used.
 
     Addresses and strides in bytes. 0 as an address: not given; as window or softcap: off.
     """
     panels = width // TILE
     query_room, sums_room, parts_room = heads * width, WARPS * heads * width, WARPS * heads
     accumulators = heads * panels
-    size = 4 if kind == FLOAT32 else 2
+    fp8, (lower, upper) = kind == FP8_E4M3, widening(capability)
+    size = 1 if fp8 else 4 if kind == FLOAT32 else 2
 
     def kernel(
         query: int, query_token: int, query_head: int, query_dim: int,
@@ -109,6 +125,7 @@ def attend(kind: int, heads: int, width: int) -> Callable[..., Any]:
         value: int, value_frame: int, value_head: int, value_token: int,
         table: int, table_start: int, seq_lens: int, query_start: int, index_bytes: int,
         num_rows: int, block_size: int, head_dim: int, value_dim: int, blocks_per_head: int,
+        query_kind: int, key_scales: int, value_scales: int,
         window: int, slopes: int, sinks: int,
         split_bits: int, parts: int, partial: int, splits: int,
         scale: float, softcap: float,
@@ -128,13 +145,23 @@ def attend(kind: int, heads: int, width: int) -> Callable[..., Any]:
         first = max(int64(0), position - window + 1) if window > 0 else int64(0)
         columns = table + load_index(table_start, row, index_bytes) * 4
 
+        own_kind = query_kind if fp8 else int64(kind)
+        # Loaded here: a load in a loop may be moved out of it, past the test that it is wanted.
+        value_scale = cuda.shared.array(1, float32)
+        if fp8 and thread == 0:
+            value_scale[0] = float32(1)
+            if value_scales != 0:
+                value_scale[0] = load_float(value_scales + kv_head * 4)
+        by = scale
+        if fp8 and key_scales != 0:
+            by = scale * load_float(key_scales + kv_head * 4)
         queries = cuda.shared.array(query_room, float32)
         i = thread
         while i < heads * head_dim:
             h = quotient(i, head_dim)
             d = i - h * head_dim
             at = query + token * query_token + (first_head + h) * query_head + d * query_dim
-            queries[i] = load_element(at, kind) * scale
+            queries[i] = load_element(at, own_kind) * by
             i += WARPS * TILE
         cuda.syncthreads()
 
@@ -179,7 +206,7 @@ def attend(kind: int, heads: int, width: int) -> Callable[..., Any]:
                 offset = int32(place - column * block_size)
                 frame = load_int32(columns + column * 4)
                 at = key_plane + int64(frame) * key_frame + int64(offset) * key_token
-                add_products(scores, queries, heads, head_dim, at, aligned, kind)
+                add_products(scores, queries, heads, head_dim, at, aligned, kind, lower, upper)
                 for h in range(heads):
                     score = bend(scores[h], softcap, slope[h], position - place)
                     score = score if read else float32(LOWEST * 2)
@@ -198,10 +225,14 @@ def attend(kind: int, heads: int, width: int) -> Callable[..., Any]:
                     for p in range(panels):
                         d = p * TILE + lane
                         if d < value_dim:
-                            element = load_element(at + d * size, kind)
+                            if fp8:
+                                element = load_fp8(at + d, lower)
+                            else:
+                                element = load_element(at + d * size, kind)
                             for h in range(heads):
                                 sums[h * panels + p] += scores[h] * element
                 tile += WARPS
+            by = value_scale[0] if fp8 else float32(1)
             for h in range(heads):
                 whole = total[h]
                 for bit in (16, 8, 4, 2, 1):
@@ -210,7 +241,8 @@ def attend(kind: int, heads: int, width: int) -> Callable[..., Any]:
                     shared_tops[warp * heads + h] = top[h]
                     shared_totals[warp * heads + h] = whole
                 for p in range(panels):
-                    shared_sums[(warp * heads + h) * width + p * TILE + lane] = sums[h * panels + p]
+                    at = (warp * heads + h) * width + p * TILE + lane
+                    shared_sums[at] = sums[h * panels + p] * by
             end_split(
                 heads, heads, value_dim, width,
                 shared_tops, shared_totals, shared_sums, factors,
@@ -222,7 +254,7 @@ def attend(kind: int, heads: int, width: int) -> Callable[..., Any]:
         if partial != 0:
             return
         store_results(
-            thread, heads, value_dim, width, kind, position < 0,
+            thread, heads, value_dim, width, own_kind, position < 0,
             whole_tops, whole_totals, whole_sums, sinks + first_head * 4 if sinks != 0 else 0,
             out + token * out_token + first_head * out_head, out_head, out_dim,
             lse + token * lse_token + first_head * lse_head if lse != 0 else 0, lse_head,

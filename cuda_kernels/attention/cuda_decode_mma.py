@@ -1,5 +1,7 @@
 """The CUDA kernels of `paged_attention` on tensor cores: bfloat16 and float16, decode first.
 
+K and V may also be stored as fp8_e4m3: then fragments are made by `cuda_fp8.py`, all else is here.
+
     blockIdx.x = query token, .y = up to 8 * tiles query heads of one KV head, .z = a part
     a part takes the splits of the token's positions whose number is its own modulo the parts
     a split's 64 positions at a time are 4 tiles of 16, one for each warp
@@ -32,11 +34,14 @@ from typing import Any
 
 from numba import cuda, float32, int32, int64, uint32
 
+from cuda_kernels.attention import cuda_fp8
 from cuda_kernels.attention.cuda_parts import (
     LOWEST,
     bend,
     find_row,
     load_index,
+    multiply,
+    num_queries_of,
 )
 from cuda_kernels.attention.cuda_splits import WARPS, begin_splits, end_split, store_results
 from cuda_kernels.cuda.prims import (
@@ -56,18 +61,10 @@ from cuda_kernels.cuda.prims import (
     transpose_matrix,
     upper_halves,
 )
-from cuda_kernels.dtypes import BFLOAT16
+from cuda_kernels.dtypes import BFLOAT16, FP8_E4M3
 
 TILE, COLUMNS = 16, 8
 STEP = WARPS * TILE
-
-
-@cuda.jit(device=True, inline="always")
-def multiply(mma: Any, a: Any, b: Any, c: Any, at: int) -> None:
-    """c[at .. at + 3] += A B for fragments of two-byte elements."""
-    found = mma(a[0], a[1], a[2], a[3], b[0], b[1], c[at], c[at + 1], c[at + 2], c[at + 3])
-    for i in range(4):
-        c[at + i] = found[i]
 
 
 @cuda.jit(device=True, inline="always")
@@ -116,18 +113,17 @@ def load_values(values: Any, chunks: int, dims: int, address: int, stride: int, 
         for e in range(4):
             words = load_line(at + ((e >> 1) * 8 + (e & 1)) * stride)
             for i in range(4):
-                values[(c * 4 + e) * 4 + i] = words[i]
+                values[(e * chunks + c) * 4 + i] = words[i]
 
 
 @cuda.jit(device=True, inline="always")
-def clear_values(values: Any, chunks: int, quad: int, below: int, above: int) -> None:
+def clear_values(values: Any, words: int, quad: int, below: int, above: int) -> None:
     """Zeros for positions of the tile that aren't attended to: 0 times a stale NaN is NaN."""
     for e in range(4):
         place = 2 * quad + int32((e >> 1) * 8 + (e & 1))
         if place < below or place > above:
-            for c in range(chunks):
-                for i in range(4):
-                    values[(c * 4 + e) * 4 + i] = uint32(0)
+            for i in range(words):
+                values[e * words + i] = uint32(0)
 
 
 @cuda.jit(device=True, inline="always")
@@ -150,17 +146,17 @@ def weigh(scores: Any, n: int, e: int, top: Any, total: Any) -> Any:
 @cuda.jit(device=True, inline="always")
 def add_values(mma: Any, sums: Any, at: int, values: Any, chunks: int, b: Any) -> None:
     """O^T += V^T P^T: two dims of a word are rows `row` and `row + 8` of a product."""
-    for c in range(chunks):
-        for i in range(4):
-            first, second = values[c * 16 + i], values[c * 16 + 4 + i]
-            third, fourth = values[c * 16 + 8 + i], values[c * 16 + 12 + i]
-            a = (
-                lower_halves(first, second),
-                upper_halves(first, second),
-                lower_halves(third, fourth),
-                upper_halves(third, fourth),
-            )
-            multiply(mma, a, b, sums, at + (c * 4 + i) * 4)
+    words = chunks * 4
+    for i in range(words):
+        first, second = values[i], values[words + i]
+        third, fourth = values[2 * words + i], values[3 * words + i]
+        a = (
+            lower_halves(first, second),
+            upper_halves(first, second),
+            lower_halves(third, fourth),
+            upper_halves(third, fourth),
+        )
+        multiply(mma, a, b, sums, at + i * 4)
 
 
 @cuda.jit(device=True, inline="always")
@@ -176,42 +172,60 @@ def find_tile(columns: int, tile: int, low: int, high: int, block_size: int) -> 
 
 @cuda.jit(device=True, inline="always")
 def share_part(
-    shared: Any, tops: Any, totals: Any, sums: Any, top: Any, total: Any,
-    tiles: int, chunks: int, dims: int, warp: int, row: int, quad: int,
+    shared: Any, tops: Any, totals: Any, sums: Any, top: Any, total: Any, by: Any,
+    tiles: int, lane_dims: int, chunks: int, dims: int, warp: int, row: int, quad: int,
 ) -> None:  # fmt: skip
-    """Lay a warp's part of a split in shared memory: sums by [warp][head][dim]."""
+    """Lay a warp's part of a split in shared memory: sums by [warp][head][dim], multiplied by `by`.
+
+    A lane has `lane_dims` dims next to each other of each chunk, two a fragment of sums.
+    """
     heads = tiles * COLUMNS
+    # All shuffles before the first branch: behind it sm_80 would get calls for lanes that are late.
+    for i in range(2 * tiles):
+        for bit in (4, 8, 16):
+            total[i] += shuffle_xor(total[i], int32(bit))
     for n in range(tiles):
         for e in range(2):
             at = warp * heads + n * COLUMNS + 2 * quad + e
-            whole = total[n * 2 + e]
-            for bit in (4, 8, 16):
-                whole += shuffle_xor(whole, int32(bit))
             if row == 0:
-                tops[at], totals[at] = top[n * 2 + e], whole
+                tops[at], totals[at] = top[n * 2 + e], total[n * 2 + e]
             for c in range(chunks):
-                for i in range(4):
-                    d = c * 64 + row * 8 + 2 * i
-                    if (c + 1) * 64 <= dims or row < 4:
-                        part = ((n * chunks + c) * 4 + i) * 4 + e
-                        shared[at * dims + d] = sums[part]
-                        shared[at * dims + d + 1] = sums[part + 2]
+                lane_first = (c * 8 + row) * lane_dims
+                for i in range(lane_dims // 2):
+                    d = lane_first + 2 * i
+                    if (c + 1) * 8 * lane_dims <= dims or lane_first < dims:
+                        part = ((n * chunks + c) * (lane_dims // 2) + i) * 4 + e
+                        shared[at * dims + d] = sums[part] * by
+                        shared[at * dims + d + 1] = sums[part + 2] * by
 
 
-def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
-    """The kernel for a storage dtype, head and value size, and 8 * tiles query heads a block.
+def attend(kind: int, dims: int, tiles: int, capability: tuple[int, int]) -> Callable[..., Any]:
+    """The kernel for K and V of a dtype, head and value size, and 8 * tiles query heads a block.
+
+    With fp8_e4m3, `query_kind` is the dtype of queries and results, and what is stored is
+    multiplied by a float32 a KV head; else queries and results are of K's dtype, and the three
+    are not used.
 
     Addresses and strides in bytes. 0 as an address: not given; as window or softcap: off. Each
     address and stride of q, K and V is a multiple of 16, block_size one of 16. A split has
-    1 << split_bits positions (>= 64), a row less than 2**31. With `partial` results go there for
-    `merge`, by [token][head][splits]: sums [dims], and behind all of them (maximum, weight).
+    1 << split_bits positions (>= 64), a row less than 2**31. Rows of `prompt_tokens` tokens and
+    more are left to `cuda_prefill.py`. With `partial` results go there for `merge`, by
+    [token][head][splits]: sums [dims], and behind all of them (maximum, weight).
     """
     mma = mma_bfloat16 if kind == BFLOAT16 else mma_float16
     pack = narrow_bfloat16 if kind == BFLOAT16 else narrow_float16
+    fp8, (lower, upper) = kind == FP8_E4M3, cuda_fp8.widening(capability)
+    load_fp8_queries, add_fp8_scores = cuda_fp8.load_queries, cuda_fp8.add_scores
+    load_fp8_values, add_fp8_values = cuda_fp8.load_values, cuda_fp8.add_values
     heads = tiles * COLUMNS
-    key_chunks, chunks = dims // 32, (dims + 63) // 64
-    query_room, value_room = tiles * key_chunks * 4, chunks * 16
-    accumulators, tile_sums = tiles * chunks * 16, chunks * 16
+    # A lane's dims of V of a chunk, which 8 rows of lanes make up; bytes of a row of K a quad.
+    lane_dims = 16 if fp8 and dims > 64 else 8
+    chunks = -(-dims // (8 * lane_dims))
+    lane_bytes, last_row = lane_dims * (1 if fp8 else 2), dims // lane_dims - 1
+    key_chunks, key_words = (-(-dims // 64), 8) if fp8 else (dims // 32, 4)
+    query_room, value_words = tiles * key_chunks * key_words, chunks * lane_bytes // 4
+    value_room, quad_bytes = 4 * value_words, 32 if fp8 else 16
+    accumulators, tile_sums = tiles * chunks * lane_dims * 2, chunks * lane_dims * 2
     score_room, lane_heads = tiles * 4, tiles * 2
     parts_room, shared_room, result_room = WARPS * heads, WARPS * heads * dims, heads * dims
 
@@ -223,6 +237,7 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
         value: int, value_frame: int, value_head: int, value_token: int,
         table: int, table_start: int, seq_lens: int, query_start: int, index_bytes: int,
         num_rows: int, block_size: int, num_heads: int, group: int, blocks_per_head: int,
+        prompt_tokens: int, query_kind: int, key_scales: int, value_scales: int,
         window: int, slopes: int, sinks: int,
         split_bits: int, parts: int, partial: int, splits: int,
         scale: float, softcap: float,
@@ -233,6 +248,8 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
         small_row, small_quad = int32(row), int32(quad)
         sequence = find_row(query_start, num_rows, token, index_bytes)
         if sequence >= num_rows:
+            return
+        if num_queries_of(query_start, sequence, index_bytes) >= prompt_tokens:
             return
         kv_head = quotient(int64(cuda.blockIdx.y), blocks_per_head)
         first_head = int32((int64(cuda.blockIdx.y) - kv_head * blocks_per_head) * heads)
@@ -253,6 +270,8 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
         top = cuda.local.array(lane_heads, float32)
         total = cuda.local.array(lane_heads, float32)
         slope = cuda.local.array(lane_heads, float32)
+        lane_scales = cuda.local.array(lane_heads, float32)
+        weights = cuda.local.array(lane_heads, uint32)
         shared_sums = cuda.shared.array(shared_room, float32)
         shared_tops = cuda.shared.array(parts_room, float32)
         shared_totals = cuda.shared.array(parts_room, float32)
@@ -264,8 +283,29 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
         news = cuda.shared.array(heads, float32)
         whole_sums = cuda.shared.array(result_room, float32)
 
-        q_at = query + token * query_token + first_head * query_head + quad * 16
-        load_queries(queries, tiles, key_chunks, q_at, query_head, count - 1, row)
+        q_at = query + token * query_token + first_head * query_head + quad * quad_bytes
+        # In shared memory: it holds no register through the loop, and it is loaded here. A load in
+        # a loop may be moved out of it, past the test that it is wanted.
+        value_scale = cuda.shared.array(1, float32)
+        shared_scales = cuda.shared.array(heads, float32)
+        if fp8:
+            by = scale
+            if key_scales != 0:
+                by = scale * load_float(key_scales + kv_head * 4)
+            load_fp8_queries(
+                queries, shared_scales, tiles, key_chunks, dims, query_kind, by,
+                q_at, query_head, count - 1, thread, row, quad,
+            )  # fmt: skip
+            if thread == 0:
+                value_scale[0] = float32(1)
+                if value_scales != 0:
+                    value_scale[0] = load_float(value_scales + kv_head * 4)
+            cuda.syncthreads()
+            for n in range(tiles):
+                for e in range(2):
+                    lane_scales[n * 2 + e] = shared_scales[n * COLUMNS + 2 * quad + e]
+        else:
+            load_queries(queries, tiles, key_chunks, q_at, query_head, count - 1, row)
         for n in range(tiles):
             for e in range(2):
                 slope[n * 2 + e] = float32(0)
@@ -274,7 +314,8 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
                     slope[n * 2 + e] = load_float(slopes + head * 4)
         begin_splits(thread, count, dims, dims, whole_tops, whole_totals, whole_sums)
         key_at = key + kv_head * key_head + row * key_token + quad * 16
-        value_at = value + kv_head * value_head + 2 * quad * value_token + row * 16
+        value_at = value + kv_head * value_head + 2 * quad * value_token
+        value_at += (min(row, int64(last_row)) if fp8 else row) * lane_bytes
 
         bits = int32(split_bits)
         first_split = int32(first >> bits)
@@ -292,12 +333,21 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
             frame, offset = find_tile(columns, tile, low, high, block_size)
             while base <= high:
                 at = key_at + frame * key_frame + offset * key_token
-                add_scores(mma, scores, queries, tiles, key_chunks, at, key_token)
+                if fp8:
+                    add_fp8_scores(
+                        lower, upper, scores, queries,
+                        tiles, key_chunks, dims, at, key_token, quad,
+                    )  # fmt: skip
+                else:
+                    add_scores(mma, scores, queries, tiles, key_chunks, at, key_token)
                 at = value_at + frame * value_frame + offset * value_token
-                load_values(values, chunks, dims, at, value_token, row)
+                if fp8:
+                    load_fp8_values(values, value_words, at, value_token)
+                else:
+                    load_values(values, chunks, dims, at, value_token, row)
                 below, above = int32(low - tile), int32(high - tile)
                 if below > 0 or above < TILE - 1:
-                    clear_values(values, chunks, small_quad, below, above)
+                    clear_values(values, value_words, small_quad, below, above)
                 distance = int32(own - tile - small_row)
                 tile = int32(tile + STEP)
                 frame, offset = find_tile(columns, tile, low, high, block_size)
@@ -305,8 +355,9 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
                     for e in range(2):
                         for half in range(2):
                             i = n * 4 + 2 * half + e
+                            by = lane_scales[n * 2 + e] if fp8 else scale
                             score = bend(
-                                scores[i] * scale, softcap, slope[n * 2 + e], distance - 8 * half
+                                scores[i] * by, softcap, slope[n * 2 + e], distance - 8 * half
                             )
                             place = small_row + int32(8 * half)
                             read = place >= below and place <= above
@@ -318,12 +369,20 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
                         transpose_matrix(pack(scores[n * 4], scores[n * 4 + 1])),
                         transpose_matrix(pack(scores[n * 4 + 2], scores[n * 4 + 3])),
                     )
-                    add_values(mma, sums, n * tile_sums, values, chunks, b)
+                    if fp8:
+                        weights[2 * n], weights[2 * n + 1] = b
+                    else:
+                        add_values(mma, sums, n * tile_sums, values, chunks, b)
+                if fp8:
+                    add_fp8_values(
+                        lower, upper, sums, tile_sums, tiles, values, value_words, weights
+                    )
                 base = int32(base + STEP)
 
             share_part(
                 shared_sums, shared_tops, shared_totals, sums, top, total,
-                tiles, chunks, dims, warp, row, quad,
+                value_scale[0] if fp8 else float32(1),
+                tiles, lane_dims, chunks, dims, warp, row, quad,
             )  # fmt: skip
             end_split(
                 count, heads, dims, dims,
@@ -336,7 +395,7 @@ def attend(kind: int, dims: int, tiles: int) -> Callable[..., Any]:
         if partial != 0:
             return
         store_results(
-            thread, count, dims, dims, kind, own < 0,
+            thread, count, dims, dims, query_kind if fp8 else int64(kind), own < 0,
             whole_tops, whole_totals, whole_sums, sinks + first_head * 4 if sinks != 0 else 0,
             out + token * out_token + first_head * out_head, out_head, out_dim,
             lse + token * lse_token + first_head * lse_head if lse != 0 else 0, lse_head,

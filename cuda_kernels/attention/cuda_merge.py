@@ -14,6 +14,7 @@ from cuda_kernels.attention.cuda_parts import (
     find_row,
     fold,
     load_index,
+    num_queries_of,
     store_element,
 )
 from cuda_kernels.cuda.prims import load_float, multiply_add, store_float
@@ -32,12 +33,14 @@ def merge(kind: int) -> Callable[..., Any]:
         out: int, out_token: int, out_head: int, out_dim: int,
         lse: int, lse_token: int, lse_head: int,
         seq_lens: int, query_start: int, index_bytes: int, num_rows: int,
-        window: int, sinks: int,
+        window: int, sinks: int, prompt_tokens: int,
     ) -> None:  # fmt: skip
         token = int64(cuda.blockIdx.x)
         head, num_heads = int64(cuda.blockIdx.y), int64(cuda.gridDim.y)
         sequence = find_row(query_start, num_rows, token, index_bytes)
         if sequence >= num_rows:
+            return
+        if num_queries_of(query_start, sequence, index_bytes) >= prompt_tokens:
             return
         length = load_index(seq_lens, sequence, index_bytes)
         position = length - load_index(query_start, sequence + 1, index_bytes) + token

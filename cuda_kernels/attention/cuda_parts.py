@@ -73,6 +73,12 @@ def find_row(query_start: int, num_rows: int, token: int, size: int) -> Any:
 
 
 @cuda.jit(device=True, inline="always")
+def num_queries_of(query_start: int, row: int, size: int) -> Any:
+    """How many query tokens a row has."""
+    return load_index(query_start, row + 1, size) - load_index(query_start, row, size)
+
+
+@cuda.jit(device=True, inline="always")
 def bend(score: Any, softcap: Any, slope: Any, distance: int) -> Any:
     """Softcap, then ALiBi; the result is in units of log2(e). tanh(x) = 1 - 2 / (e^2x + 1)."""
     if softcap > float32(0):
@@ -97,3 +103,11 @@ def divide(found: Any, top: Any, total: Any, sink: Any, sunk: bool) -> Any:
         factor = exp2(top - peak)
         found, total, top = found * factor, multiply_add(total, factor, exp2(sink - peak)), peak
     return found / total, (top + log2(total)) * float32(LN_2)
+
+
+@cuda.jit(device=True, inline="always")
+def multiply(mma: Any, a: Any, b: Any, c: Any, at: int) -> None:
+    """c[at .. at + 3] += A B for fragments of two-byte elements."""
+    found = mma(a[0], a[1], a[2], a[3], b[0], b[1], c[at], c[at + 1], c[at + 2], c[at + 3])
+    for i in range(4):
+        c[at + i] = found[i]

@@ -29,8 +29,8 @@ def write_kv(
     value_arena: NDArray[Any] | DeviceArray | None = None,
     layout: str = "HND",
     kv_dtype: str | None = None,
-    key_scale: NDArray[np.float32] | None = None,
-    value_scale: NDArray[np.float32] | None = None,
+    key_scale: NDArray[np.float32] | DeviceArray | None = None,
+    value_scale: NDArray[np.float32] | DeviceArray | None = None,
     check: bool = True,
     stream: int = 0,
 ) -> None:
@@ -47,7 +47,6 @@ def write_kv(
     With ``kv_dtype`` "fp8_e4m3" the arenas are uint8 and hold ``key / key_scale`` and ``value /
     value_scale``, float32 ``[num_kv_heads]`` from 1e-12 to 1e12 (None: 1), divided in float32 and
     rounded once, ties to even. What is above 448 then, infinity too, is stored as 448, NaN as NaN.
-    Not on a device in this version.
 
     No two rows may name one slot: that is the caller's duty, and what a slot named twice holds is
     undefined. All slots are checked before the first write; TypeError or ValueError then leaves
@@ -55,15 +54,17 @@ def write_kv(
     Cost: one pass over key and value, on the calling thread.
 
     Arrays may lie on a device (all of them, `DeviceArray`; rows of key and value contiguous): one
-    kernel is queued on ``stream``, the handle of a CUDA stream, and slots are trusted.
+    kernel is queued on ``stream``, the handle of a CUDA stream; slots and scales are trusted. What
+    it stores has the same bits as on the CPU.
     """
     storage = storage_dtype(dtype)
     stored = kv_storage_dtype(kv_dtype, storage)
     values = arena if value_arena is None else value_arena
     if check:
         device_of(
-            arena=arena, key=key, value=value, slot_mapping=slot_mapping, value_arena=value_arena
-        )
+            arena=arena, key=key, value=value, slot_mapping=slot_mapping, value_arena=value_arena,
+            key_scale=key_scale, value_scale=value_scale,
+        )  # fmt: skip
         checks.layout(layout)
         _check(
             arena,
@@ -88,7 +89,10 @@ def write_kv(
     if isinstance(slot_mapping, DeviceArray):
         from cuda_kernels.cache_write import cuda_call
 
-        checks.no_fp8_on_device(stored.kind)
+        if stored.kind == FP8_E4M3:
+            scales: Any = (key_scale, value_scale)
+            cuda_call.write_fp8(slot_mapping, size, storage.kind, work[0], work[1], scales, stream)
+            return
         cuda_call.write(slot_mapping, size, work[0], work[1], stream)
         return
     from cuda_kernels.cache_write import cpu
@@ -97,7 +101,8 @@ def write_kv(
     if stored.kind == FP8_E4M3:
         from cuda_kernels.cache_write import fp8
 
-        for (rows, target, plane), scale in zip(work, (key_scale, value_scale), strict=True):
+        both: Any = (key_scale, value_scale)
+        for (rows, target, plane), scale in zip(work, both, strict=True):
             fp8.write(target, rows, plane, size, slots, storage, scale)
         return
     for rows, target, plane in work:

@@ -5,7 +5,8 @@ sources, the constants, the compute capability, the versions of the tools. Whoev
 needs neither NVVM nor Numba. No driver and no GPU are needed to compile.
 
 The PTX is made the same in every process: Numba's mangled name, which counts the functions compiled
-before, is replaced by the kernel's own, and its unused environment pointer is left out.
+before, is replaced by the kernel's own, its unused environment pointer is left out, and shared
+arrays, counted likewise, are numbered from 1.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -31,12 +33,19 @@ TOOLS = ("numba", "llvmlite", "numba-cuda", "cuda-core", "nvidia-nvvm", "nvidia-
 SHARED_SOURCES = ("compile.py", "copying.py", "prims.py")
 #: Beside the kernels of a folder, but no part of them: it makes their launches.
 HOST_SOURCE = "cuda_call.py"
+#: What brings a tool in packages of CUDA 12, where its name is another.
+CUDA12_NAMES = {
+    "nvidia-cuda-nvrtc": "nvidia-cuda-nvrtc-cu12",
+    "nvidia-nvvm": "nvidia-cuda-nvcc-cu12",
+    "nvidia-nvjitlink": "nvidia-nvjitlink-cu12",
+}
 #: Library by cuda.pathfinder's name -> the distribution that brings it, and what it does.
 _LIBRARIES = {
     "nvrtc": ("nvidia-cuda-nvrtc", "lists the architectures that PTX can be made for"),
     "nvvm": ("nvidia-nvvm", "turns LLVM's code into PTX"),
     "nvJitLink": ("nvidia-nvjitlink", "turns PTX into machine code"),
 }
+_ADVICE = "pip install 'kvmem[cuda13]', or 'kvmem[cuda12]' for a driver of CUDA 12"
 
 
 class MissingLibrary(ImportError):
@@ -87,9 +96,12 @@ def make_ptx(source: KernelSource, capability: tuple[int, int]) -> bytes:
     from numba import cuda, types
 
     maker = getattr(importlib.import_module(source.module), source.maker)
+    constants: dict[str, Any] = dict(source.constants)
+    if "capability" in inspect.signature(maker).parameters:
+        constants["capability"] = capability
     parameters = [getattr(types, name) for name in source.parameters]
     text, _ = cuda.compile(
-        maker(**dict(source.constants)),
+        maker(**constants),
         types.void(*parameters),
         cc=capability,
         device=False,
@@ -101,7 +113,7 @@ def make_ptx(source: KernelSource, capability: tuple[int, int]) -> bytes:
 
 
 def stable_names(text: str, name: str) -> str:
-    """Rename the one kernel of a module, and drop Numba's environment pointer, which is unused."""
+    """Rename the one kernel of a module and its shared arrays; drop Numba's environment pointer."""
     kernels = re.findall(r"\.entry\s+(\w+)", text)
     if len(kernels) != 1:
         raise RuntimeError(f"the PTX of {name} has {len(kernels)} kernels, expected one")
@@ -110,6 +122,12 @@ def stable_names(text: str, name: str) -> str:
         if len(re.findall(rf"\b{unused}\b", text)) != 1:
             raise RuntimeError(f"the PTX of {name} uses Numba's environment")
     text = re.sub(environment, "", text, flags=re.MULTILINE)
+    arrays: dict[str, str] = {}
+
+    def numbered(found: re.Match[str]) -> str:
+        return arrays.setdefault(found[0], f"_cudapy_smem_{len(arrays) + 1}")
+
+    text = re.sub(r"\b_cudapy_smem_\d+\b", numbered, text)
     return text.replace(kernels[0], name)
 
 
@@ -125,12 +143,12 @@ def assemble(ptx: bytes, capability: tuple[int, int]) -> bytes:
 
 
 def require_distribution(name: str) -> str:
-    """The version of an installed distribution; MissingLibrary names it and the extra."""
+    """The version of an installed distribution; MissingLibrary names it and the extras."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         raise MissingLibrary(
-            f"{name} is not installed, and CUDA kernels need it: pip install 'kvmem[cuda]'"
+            f"{name} is not installed, and CUDA kernels need it: {_ADVICE}"
         ) from None
 
 
@@ -144,8 +162,8 @@ def require_library(name: str) -> None:
         load_nvidia_dynamic_lib(name)
     except DynamicLibNotFoundError as error:
         raise MissingLibrary(
-            f"CUDA's library {name}, which {purpose}, was not found; {distribution} brings it: "
-            f"pip install 'kvmem[cuda]'"
+            f"CUDA's library {name}, which {purpose}, was not found; {distribution} brings it, or "
+            f"{CUDA12_NAMES[distribution]} of CUDA 12: {_ADVICE}"
         ) from error
 
 
@@ -162,13 +180,19 @@ def cache_folder() -> Path:
 
 
 def tool_versions() -> dict[str, str]:
-    """The version of each tool, "none" for those that aren't installed as packages."""
+    """The version of each tool, "none" for those that aren't installed as packages.
+
+    A tool may come in CUDA 12's package, whose version says so.
+    """
     found = {}
     for name in TOOLS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "none"
+        found[name] = "none"
+        for package in filter(None, (name, CUDA12_NAMES.get(name))):
+            try:
+                found[name] = importlib.metadata.version(package)
+                break
+            except importlib.metadata.PackageNotFoundError:
+                continue
     return found
 
 

@@ -23,7 +23,8 @@ class KernelSource:
 
     It is found by identity, since hashing its fields would take longer than the launch.
 
-    ``maker`` is a function of ``module`` that takes the ``constants`` and returns the kernel; its
+    ``maker`` is a function of ``module`` that takes the ``constants``, and ``capability`` if it has
+    a parameter of that name, and returns the kernel; the kernel's
     parameters have the Numba types ``parameters`` ("int64", "float32"). ``threads`` is the size of
     a block; ``blocks`` is how many of them a processor shall hold at once at least, which bounds
     the registers. Nothing is imported before the kernel has to be compiled. ``claims`` change

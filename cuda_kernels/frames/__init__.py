@@ -167,13 +167,23 @@ def _move_pieces(
 
 
 def fill_frames(
-    arena: NDArray[Any], ids: NDArray[np.int32], pattern: np.generic, *, check: bool = True
+    arena: NDArray[Any] | DeviceArray,
+    ids: NDArray[np.int32] | DeviceArray,
+    pattern: np.generic,
+    *,
+    check: bool = True,
+    max_blocks: int = MAX_BLOCKS,
+    stream: int = 0,
 ) -> None:
     """Fill each frame of ``ids`` with a repeated pattern of 1, 2 or 4 bytes.
 
     ``arena`` is ``[frames, frame_elements]`` of any dtype, C-contiguous; ``pattern`` is a NumPy
     scalar (`cuda_kernels.dtypes.nan_pattern` gives the NaN of a storage dtype). Releases the
     GIL. Raises TypeError or ValueError before a byte is written. Cost: one pass of stores.
+
+    Both arrays may lie on a device (`DeviceArray`): one kernel of at most ``max_blocks`` blocks of
+    threads is queued on ``stream``, the handle of a CUDA stream; ids are trusted. Frames at any
+    address: all but their ends is stored 16 bytes at once.
     """
     if not isinstance(pattern, np.generic) or pattern.dtype.itemsize not in _PATTERNS:
         raise TypeError(
@@ -181,7 +191,8 @@ def fill_frames(
         )
     word = _PATTERNS[pattern.dtype.itemsize]
     if check:
-        if not isinstance(arena, np.ndarray):
+        device_of(arena=arena, ids=ids)
+        if not isinstance(arena, (np.ndarray, DeviceArray)):
             raise TypeError(f"arena must be a numpy array, got {type(arena).__name__}")
         checks.array("arena", arena, (arena.dtype,), (None, None), contiguous=True)
         checks.writable("arena", arena)
@@ -192,6 +203,13 @@ def fill_frames(
                 f"pattern has {word.itemsize} bytes, which does not divide a frame of "
                 f"{arena.shape[1] * arena.itemsize} bytes"
             )
+    if isinstance(arena, DeviceArray):
+        from cuda_kernels.frames import cuda_call
+
+        blocks = checks.integer("max_blocks", max_blocks, 1, 2**31 - 1)
+        repeated = int.from_bytes(pattern.tobytes() * (4 // word.itemsize), "little")
+        cuda_call.fill(arena, ids, repeated, blocks, stream)  # type: ignore[arg-type]
+        return
     from cuda_kernels.frames import cpu
 
     cpu.fill(arena.view(word), ids, pattern.view(word))

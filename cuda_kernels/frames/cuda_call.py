@@ -1,4 +1,7 @@
-"""Moves of frames on a device: from checked arrays to one launch. Imports no CUDA library."""
+"""Moves and fills of frames on a device: from checked arrays to one launch.
+
+Imports no CUDA library.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,19 @@ KERNELS = {
     for source_id_bytes in (0, 4, 8)
 }
 
+#: The kernel of fills by the bytes of an id.
+FILL_KERNELS = {
+    id_bytes: KernelSource(
+        "cuda_kernels.frames.cuda_fill",
+        "fill_frames",
+        ("int64",) * 7,
+        THREADS,
+        (("id_bytes", id_bytes),),
+        claims=Claims(max_registers=40, min_wide_loads=0),  # it loads ids alone
+    )
+    for id_bytes in (4, 8)
+}
+
 
 def move(
     target: tuple[DeviceArray, int, DeviceArray | None],
@@ -48,3 +64,17 @@ def move(
     arguments += [num_pieces, piece_bytes, CHUNK_BYTES, chunks]
     grid = (min(max_blocks, num_pieces * chunks), 1, 1)
     target[0].device.launch(Launch(KERNELS[widths[0], widths[1]], grid, tuple(arguments)), stream)
+
+
+def fill(arena: DeviceArray, ids: DeviceArray, pattern: int, max_blocks: int, stream: int) -> None:
+    """Launch; byte k of a frame becomes byte k % 4 of the pattern."""
+    frame_bytes = arena.shape[1] * arena.itemsize
+    chunks = -(-frame_bytes // CHUNK_BYTES)
+    count = ids.shape[0]
+    if count * chunks == 0:
+        return
+    if count * chunks >= 2**32:
+        raise ValueError(f"{count} frames of {frame_bytes} bytes are too many for one launch")
+    arguments = (arena.address, frame_bytes, ids.address, count, pattern, CHUNK_BYTES, chunks)
+    grid = (min(max_blocks, count * chunks), 1, 1)
+    arena.device.launch(Launch(FILL_KERNELS[ids.itemsize], grid, arguments), stream)

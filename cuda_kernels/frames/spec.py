@@ -101,3 +101,47 @@ SCATTER = Spec(
     reference=scatter_reference,
     make_inputs=make_pieces,
 )
+
+
+def fill_reference(arguments: dict[str, Any]) -> NDArray[Any]:
+    """What the arena holds afterwards."""
+    a = arguments
+    arena: NDArray[Any] = a["arena"].copy()
+    frames = arena.view(np.uint8).reshape(arena.shape[0], -1)
+    row = np.resize(np.frombuffer(a["pattern"].tobytes(), np.uint8), frames.shape[1])
+    frames[a["ids"]] = row
+    return arena
+
+
+def make_fill(
+    rng: np.random.Generator, *, num_frames: int, frame_bytes: int, num_ids: int, element: str
+) -> dict[str, Any]:
+    """Draw arguments of `fill_frames`: distinct ids, a pattern whose size divides a frame's.
+
+    ``element`` is the arena's dtype, whose size divides ``frame_bytes``.
+    """
+    sizes = [size for size in (1, 2, 4) if frame_bytes % size == 0]
+    bits = rng.integers(0, 256, int(rng.choice(sizes)), np.uint8)
+    return {
+        "arena": rng.integers(0, 256, (num_frames, frame_bytes), np.uint8).view(element),
+        "ids": rng.permutation(num_frames)[:num_ids].astype(np.int32),
+        "pattern": bits.view(f"u{bits.size}")[0],
+    }
+
+
+FILL = Spec(
+    name="fill_frames",
+    axes={
+        "num_ids": "frames to fill",
+        "frame_bytes": "size of a frame, a multiple of the pattern's",
+    },
+    tensors={
+        "arena": "[frames, frame_elements], any dtype",
+        "ids": "[num_ids], int32 or int64",
+        "pattern": "a NumPy scalar of 1, 2 or 4 bytes",
+    },
+    tolerance={"uint8": 0},
+    relative_to="bits",
+    reference=fill_reference,
+    make_inputs=make_fill,
+)

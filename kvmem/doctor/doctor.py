@@ -8,10 +8,11 @@ from functools import partial
 
 import kvmem
 from kvmem.doctor.compiled import check_cache, check_threads
+from kvmem.doctor.cuda import check_cuda
 from kvmem.doctor.devices import DEFAULT_PIN_BYTES, check_gpus, check_pinning
 from kvmem.doctor.finding import SEVERITIES, Finding, published
 from kvmem.doctor.memory import check_host
-from kvmem.doctor.versions import check_cuda_compiler, check_packages, check_python, check_shim
+from kvmem.doctor.versions import check_packages, check_python, check_shim
 from kvmem.report.gpu import read_gpus
 from kvmem.report.reasons import in_words
 
@@ -53,7 +54,7 @@ def diagnose(
         ("packages", check_packages),
         ("pynvml", check_shim),
         ("gpus", partial(check_gpus, gpus)),
-        ("cuda compiler", check_cuda_compiler),
+        ("cuda", partial(check_cuda, gpus)),
         ("host", partial(check_host, has_gpu=bool(gpus.devices))),
         ("pinned memory", partial(check_pinning, pin_bytes)),
         ("threading layer", check_threads),

@@ -1,15 +1,14 @@
-"""Versions of Python and the packages, and what a CUDA compiler would need."""
+"""Versions of Python and the packages."""
 
 from __future__ import annotations
 
-import ctypes.util
 import platform
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from kvmem.doctor.finding import Finding
@@ -98,35 +97,6 @@ def check_shim(version_of: VersionOf = version) -> list[Finding]:
             "pip uninstall pynvml, then pip install --force-reinstall nvidia-ml-py",
         )
     ]
-
-
-#: Library -> (beginnings of the distributions that bring it, the one to install).
-_LIBRARIES = {
-    "NVVM": ("nvvm", ("nvidia-nvvm", "nvidia-cuda-nvcc"), "numba-cuda[cu13] (nvidia-nvvm)"),
-    "NVRTC": ("nvrtc", ("nvidia-cuda-nvrtc",), "numba-cuda[cu13] (nvidia-cuda-nvrtc)"),
-}
-
-
-def check_cuda_compiler(version_of: VersionOf = version) -> list[Finding]:
-    """numba-cuda, NVVM and NVRTC: for `cuda_kernels` on a device only, which no Config asks for."""
-    found = []
-    try:
-        found.append(Finding("numba-cuda", "ok", version_of("numba-cuda")))
-    except PackageNotFoundError:
-        found.append(
-            Finding("numba-cuda", "info", "not installed; only CUDA kernels need it (kvmem[cuda])")
-        )
-    names = sorted({str(d.metadata["Name"] or "").lower() for d in distributions()})
-    for label, (library, beginnings, bringer) in _LIBRARIES.items():
-        by = [name for name in names if name.startswith(beginnings)]
-        if by:
-            found.append(Finding(label, "ok", f"from {', '.join(by)}"))
-        elif path := ctypes.util.find_library(library):
-            found.append(Finding(label, "ok", f"of the system: {path}"))
-        else:
-            words = f"not found; {bringer} brings it (only CUDA kernels need it)"
-            found.append(Finding(label, "info", words))
-    return found
 
 
 def numbers_of(text: str) -> tuple[int, ...]:

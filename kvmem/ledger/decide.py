@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .jit import compiled, prefetch
-from .sequence import entry, num_blocks_for, path_end
+from .sequence import entry, num_blocks_for, num_known, path_end
 from .spans import span_capacity
 from .state import DEVICE, GROUP, MARKED, RESIDENT, Rows, State
 from .trie import find_path, hash_row, parent_hash
@@ -72,7 +72,7 @@ def look_up(state: State, row_at: Rows, found: NDArray[np.int32], top: int) -> i
     i = int(sequence.num_published)
     if i != sequence.num_stored // block_size:
         return NO_HASH  # an unpublished block lies before, so the path is not known
-    known = int(sequence.num_tokens - sequence.num_drafts) // block_size
+    known = num_known(state, int(s)) // block_size
     if i >= known:
         return NO_HASH
     parent = path_end(state, s)
@@ -218,7 +218,7 @@ def add_hashes(state: State, row_at: Rows, row_hash: int, hashes: NDArray[np.int
     block_size = state.ledger[0].block_size
     if sequence.publish == 0:
         return
-    known = int(sequence.num_tokens - sequence.num_drafts) // block_size
+    known = num_known(state, int(row.sequence)) // block_size
     i = stored_after(state, row_at) // block_size
     end = computed_after(state, row_at) + int(row.num_tokens)
     while True:

@@ -78,8 +78,8 @@ def waits_for_another(state: State, batch: Batch, i: int, hashes: NDArray[np.int
     sequence = state.sequences[batch.seqs[i]]
     block_size = state.node_keys.shape[1]
     begin = sequence.num_published * block_size
-    if begin + block_size != batch.seq_lens[i]:
-        return False  # it completes none, or one before it is not published
+    if begin + block_size != batch.seq_lens[i] or sequence.num_unknown:
+        return False  # it completes none that is known, or one before it is not published
     parent = path_end(state, int(batch.seqs[i]))
     row_hash = hash_row(state, parent_hash(state, parent), int(sequence.keys_start + begin))
     if has_hash(hashes, row_hash):

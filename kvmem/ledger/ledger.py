@@ -18,8 +18,9 @@ from kvmem.plan import Plan
 from . import decide, ops_sequences, ops_steps, ops_tiers
 from .empty_state import make_state
 from .growth import span_capacity
+from .learning import LearningState
 from .raising import Refusal, refuse
-from .sealing import NO_PLAN, SealingState
+from .sealing import NO_PLAN
 from .state import DEVICE, FREED, GROUP, NO_SEQUENCE, RESIDENT, SWAPPED
 from .step_arrays import HAS_PLAN, IS_FILLED, NUM_TOKENS, WANTS_CLEANING, StepArrays
 from .verify import verify
@@ -27,7 +28,7 @@ from .verify import verify
 Ids = NDArray[np.int32]
 
 
-class Ledger(SealingState):
+class Ledger(LearningState):
     """Blocks, frames, tables and the trie of one Manager. Not thread-safe: the Manager locks."""
 
     def __init__(

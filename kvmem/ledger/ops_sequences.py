@@ -52,6 +52,7 @@ def create(
     sequence.step = sequence.last_step = sequence.fence_in = 0
     sequence.fresh = sequence.at_end = 0
     sequence.lost = 0
+    sequence.num_unknown = 0
     sequence.left_in = 0
     sequence.table_changed = ledger.clock
     sequence.tokens_capacity = 0

@@ -10,7 +10,7 @@ from .cleaning import queue_block
 from .frames import device_at
 from .jit import compiled
 from .residency import enter_residency, settle, settle_lists
-from .sequence import entry, path_end, release_entry
+from .sequence import entry, num_known, path_end, release_entry
 from .state import GROUP, RESIDENT, WRITE_THROUGH, State
 from .trie import find_child, hash_row, insert_node, parent_hash
 
@@ -68,8 +68,7 @@ def publish(state: State, s: int) -> None:
     ledger, sequence = state.ledger[0], state.sequences[s]
     if sequence.publish == 0 or sequence.state != RESIDENT:
         return
-    known = sequence.num_tokens - sequence.num_drafts
-    full = min(sequence.num_stored, known) // ledger.block_size
+    full = min(int(sequence.num_stored), num_known(state, s)) // ledger.block_size
     while sequence.num_published < full:
         i = int(sequence.num_published)
         parent = path_end(state, s)

@@ -41,6 +41,14 @@ def entry(state: State, s: int, i: int) -> int:
 
 
 @compiled
+def num_known(state: State, s: int) -> int:
+    """Leading tokens that are accepted and whose values are here: what can be looked up and
+    published (R5). O(1)."""
+    sequence = state.sequences[s]
+    return int(sequence.num_tokens - sequence.num_drafts - sequence.num_unknown)
+
+
+@compiled
 def path_end(state: State, s: int) -> int:
     """The trie parent of the first block that is not published yet. O(1)."""
     sequence = state.sequences[s]
@@ -109,6 +117,7 @@ def cut(state: State, s: int, num_tokens: int) -> None:
     dropped = sequence.num_tokens - num_tokens
     sequence.num_tokens = num_tokens
     sequence.num_drafts = max(0, sequence.num_drafts - dropped)
+    sequence.num_unknown = max(0, sequence.num_unknown - dropped)  # never beside drafts
     sequence.num_computed = min(sequence.num_computed, num_tokens)
     if sequence.num_stored > num_tokens:
         sequence.left_in = sequence.fence_in

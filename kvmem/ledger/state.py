@@ -208,7 +208,7 @@ SEQUENCE = np.dtype(  # what a decode step reads comes first, in one cache line
         ("num_swaps", "i4"),  # times swapped out
         ("arrival", "i8"),  # order of coming
         ("lost", "i4"),  # 1 + the table entry from which on its K/V is lost, 0 nothing is
-        ("unused", "i4"),  # up to two cache lines
+        ("num_unknown", "i4"),  # last tokens, whose values are still on their way to the host
         ("left_in", "i8"),  # its fence_in when it gave up blocks: what it computed hangs on it
     ]
 )

@@ -285,12 +285,15 @@ def check_sequences(state: State, tables: dict[int, list[int]]) -> None:
         require(0 <= q["num_computed"] <= q["num_tokens"], "R2", f"num_computed of {s}")
         require(q["num_computed"] <= stored <= q["num_tokens"], "R2", f"num_stored of {s}")
         require(0 <= q["num_drafts"] <= q["num_tokens"], "R2", f"num_drafts of {s}")
+        known = int(q["num_tokens"]) - int(q["num_unknown"])
+        require(0 <= known <= q["num_tokens"], "R2", f"num_unknown of {s}")
         require(not (q["state"] == WAITING and table), "R2", f"WAITING {s} has blocks")
         require(not (step and q["state"] != RESIDENT), "R2", f"planned {s} is not RESIDENT")
         if not step:
             need = -(-stored // block_size)
             require(len(table) == need, "R2", f"sequence {s}: {len(table)} blocks for {stored}")
         check_path(state, s, table, block_size)
+        require(q["num_published"] * block_size <= known, "R5", f"{s} published unknown tokens")
 
 
 def check_path(state: State, s: int, table: list[int], block_size: int) -> None:

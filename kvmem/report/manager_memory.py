@@ -1,8 +1,9 @@
 """A Manager's arenas: what was asked for, what is really held, and who uses it.
 
-An arena is address space first; a page of it costs memory when it is first written. So "requested"
-is what the Config asks for, "held" what the kernel has given: pages present in
-``/proc/self/pagemap``. Only the process that made a Manager can tell.
+An arena of the host is address space first; a page of it costs memory when it is first written. So
+"requested" is what the Config asks for, "held" what the kernel has given: pages present in
+``/proc/self/pagemap``. Page-locking writes to all of them, and memory of a GPU is held from the
+start. Only the process that made a Manager can tell.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from kvmem.report.reasons import Reasons
 if TYPE_CHECKING:
     from kvmem.manager import Manager
     from kvmem.stats import TierStats
+    from kvmem.store.arena import ArenaBase
+    from kvmem.store.cuda.pinning import Pinned
 
 PAGEMAP = Path("/proc/self/pagemap")
-_PAGEABLE = ("cpu", "sim")  # devices whose two tiers are plain host memory
 _ENTRY_BYTES = 8
 _CHUNK_PAGES = 1 << 20
 _PRESENT = np.uint64(1 << 63)
@@ -34,10 +36,12 @@ class ArenaMemory:
     by a live Pin, ``evictable`` are cached and may go, ``held = total - free``."""
 
     tier: str
-    memory: str  # "pageable host memory": what kind of memory it is
+    #: "pageable host memory", "page-locked host memory", "partly page-locked host memory" or "GPU
+    #: memory (cuda:0)".
+    memory: str
     requested_bytes: int | None = None
     held_bytes: int | None = None
-    pinned_bytes: int | None = None  # locked for a device's copies; 0 on the CPU device
+    pinned_bytes: int | None = None  # page-locked for a GPU's copies; 0 on the CPU and of a GPU
     block_bytes: int | None = None
     blocks: dict[str, int] = field(default_factory=dict)
     reasons: Reasons = field(default_factory=Reasons)
@@ -61,25 +65,15 @@ def read_manager(manager: Manager) -> ManagerMemory:
     stats = manager.stats()
     block_bytes = manager.config.geometry.frame_bytes
     arenas = manager._runtime.store.arenas()
+    on_gpu = manager.config.on_gpu
     tiers = []
     for name, arena in arenas.items():
         tier: TierStats = getattr(stats, name)
         blocks = asdict(tier)
-        found = ArenaMemory(
-            tier=name,
-            memory="pageable host memory",
-            requested_bytes=arena.num_bytes,
-            pinned_bytes=0,
-            block_bytes=block_bytes,
-        )
-        if manager.config.device not in _PAGEABLE:
-            found.memory, found.pinned_bytes = "unknown", None
-            found.reasons["pinned_bytes"] = f"device {manager.config.device} does not tell"
+        found = _arena_memory(name, arena, on_gpu=on_gpu and name == "device")
+        found.block_bytes = block_bytes
         blocks.pop("arena_bytes")
         found.blocks = blocks
-        found.held_bytes = found.reasons.get_or_say(
-            "held_bytes", partial(present_bytes, arena.bytes.ctypes.data, arena.num_bytes)
-        )
         tiers.append(found)
     held = [tier.held_bytes for tier in tiers if tier.held_bytes is not None]
     whole = ManagerMemory(
@@ -94,6 +88,33 @@ def read_manager(manager: Manager) -> ManagerMemory:
             tier.reasons["held_bytes"] for tier in tiers if tier.held_bytes is None
         )
     return whole
+
+
+def _arena_memory(tier: str, arena: ArenaBase, *, on_gpu: bool) -> ArenaMemory:
+    """What kind of memory an arena is, how much of it is held and page-locked."""
+    total = arena.num_bytes
+    if on_gpu:
+        where = f"GPU memory ({arena.tensor.device})"
+        return ArenaMemory(
+            tier=tier, memory=where, requested_bytes=total, held_bytes=total, pinned_bytes=0
+        )
+    found = ArenaMemory(
+        tier=tier, memory="pageable host memory", requested_bytes=total, pinned_bytes=0
+    )
+    pinned: Pinned | None = getattr(arena, "pinned", None)  # host memory that a GPU copies from
+    if pinned is not None:
+        found.pinned_bytes = pinned.num_bytes
+        if pinned.num_bytes:
+            part = "" if pinned.num_bytes == total else "partly "
+            found.memory = f"{part}page-locked host memory"
+        if pinned.reason is not None:
+            found.reasons["pinned_bytes"] = pinned.reason
+        if pinned.numa_reason is not None:
+            found.reasons["numa_node"] = pinned.numa_reason
+    found.held_bytes = found.reasons.get_or_say(
+        "held_bytes", partial(present_bytes, arena.bytes.ctypes.data, total)
+    )
+    return found
 
 
 def present_bytes(address: int, num_bytes: int, pagemap: Path = PAGEMAP) -> int:

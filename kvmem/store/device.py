@@ -233,6 +233,12 @@ class Device(ABC):
     def moved(self, stream: Stream) -> Moved:
         """Frames and bytes that ``stream`` has finished moving."""
 
+    def transfer_counts(self) -> dict[str, int]:
+        """What a device with several ways of a transfer did: ``transfers_copied``, ``_batched``,
+        ``_staged``; and ``host_locked_bytes``, page-locked. Zeros elsewhere."""
+        names = ("transfers_copied", "transfers_batched", "transfers_staged", "host_locked_bytes")
+        return dict.fromkeys(names, 0)
+
     @property
     @abstractmethod
     def error(self) -> BaseException | None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
+import torch
+
 from kvmem.errors import DeviceUnavailable, KVMemError
 from kvmem.geometry import arena_frames
 from kvmem.sim_options import SimOptions
@@ -18,7 +20,11 @@ from kvmem.store.staged import StagedCompute
 
 if TYPE_CHECKING:
     from kvmem.store.cuda.compute import CudaCompute
+    from kvmem.store.cuda.sampled import Sampled
     from kvmem.store.cuda.step_tensors import StepTensors
+
+
+Progress = Callable[[int, int], object]
 
 
 class Guards(Protocol):
@@ -40,12 +46,17 @@ class Parts(NamedTuple):
     guards: Guards | None  # with debug
     checksums: Checks | None  # with debug, where the host can read the device's memory
     step_tensors: Callable[[Any], StepTensors] | None  # where a step's arrays have to be uploaded
+    #: Takes token ids that lie on the GPU; None for a tensor that doesn't.
+    sample: Callable[[torch.Tensor], Sampled | None] | None
 
 
-def make_parts(config: StoreConfig, layout: Layout, device: Device | None) -> Parts:
-    """Device, arenas and kernels of a config. Raises ``ConfigError``, ``DeviceUnavailable``; what
-    was made before a refusal is given back."""
-    made = make_device(config) if device is None else device
+def make_parts(
+    config: StoreConfig, layout: Layout, device: Device | None, progress: Progress | None = None
+) -> Parts:
+    """Device, arenas and kernels of a config; ``progress`` hears of the page-locking of host memory
+    for a GPU, (bytes done, bytes in all), and may raise to end it. Raises ``ConfigError``,
+    ``DeviceUnavailable``; what was made before a refusal is given back."""
+    made = make_device(config, progress) if device is None else device
     blocks = (config.device_blocks, config.host_blocks)
     frames = [arena_frames(count, debug=config.debug) for count in blocks]
     arenas: list[ArenaBase] = []
@@ -91,7 +102,7 @@ def _host_parts(
     if device.simulated:
         late = config.sim is not None and config.sim.late_results
         kernels = StagedCompute(compute, layout, device, arena, late_results=late)
-    return Parts(device, arena, host, compute, kernels, filler, checks, checks, None)
+    return Parts(device, arena, host, compute, kernels, filler, checks, checks, None, None)
 
 
 def _cuda_parts(
@@ -100,6 +111,7 @@ def _cuda_parts(
     """The device tier on a GPU."""
     from kvmem.store.cuda.compute import CudaCompute
     from kvmem.store.cuda.guards import ZERO, CudaFiller, CudaGuards
+    from kvmem.store.cuda.sampled import Sampled
     from kvmem.store.cuda.step_tensors import StepTensors
 
     compute = CudaCompute(
@@ -115,7 +127,10 @@ def _cuda_parts(
     def step_tensors(arrays: Any) -> StepTensors:
         return StepTensors(device, arrays)
 
-    return Parts(device, arena, host, compute, compute, filler, guards, None, step_tensors)
+    def sample(tensor: torch.Tensor) -> Sampled | None:
+        return Sampled(device, tensor) if device.cuda.owns(tensor) else None
+
+    return Parts(device, arena, host, compute, compute, filler, guards, None, step_tensors, sample)
 
 
 def _raise_unavailable(error: RuntimeError) -> NoReturn:
@@ -125,7 +140,7 @@ def _raise_unavailable(error: RuntimeError) -> NoReturn:
     raise error
 
 
-def make_device(config: StoreConfig) -> Device:
+def make_device(config: StoreConfig, progress: Progress | None = None) -> Device:
     """The device of ``config.device``. ``sync=True`` makes a simulated one run everything at once.
 
     Raises ``ValueError`` for a name that Config would not have let through, ``DeviceUnavailable``
@@ -148,7 +163,7 @@ def make_device(config: StoreConfig) -> Device:
 
         cuda = api.open_cuda(config.device)
         try:
-            return CudaDevice(cuda, sync=config.sync)
+            return CudaDevice(cuda, sync=config.sync, numa_node=config.numa_node, progress=progress)
         except RuntimeError as error:
             _raise_unavailable(error)
     raise ValueError(f"device {config.device!r} is unknown; known: 'cpu', 'sim', 'cuda'")

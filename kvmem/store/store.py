@@ -29,7 +29,7 @@ from kvmem.geometry import RESERVED_FRAMES
 from kvmem.store.arena import ArenaBase
 from kvmem.store.device import Device, FrameIds, Moved, Stream, Ticket
 from kvmem.store.layout import Layout, StoreConfig
-from kvmem.store.making import make_parts
+from kvmem.store.making import Progress, make_parts
 from kvmem.store.operands import Operands
 from kvmem.store.order import StepFences, TransferQueue, check_frames, own_copy
 from kvmem.store.transfer import DEVICE, HOST, Slice, Transfers
@@ -49,11 +49,17 @@ class Store:
     pages are taken when they are first written (at once with ``debug``, which poisons them).
     """
 
-    def __init__(self, config: StoreConfig, *, device: Device | None = None) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        *,
+        device: Device | None = None,
+        progress: Progress | None = None,
+    ) -> None:
         self.layout = Layout.of(config)
         self.debug = config.debug
         self.num_blocks = (config.device_blocks, config.host_blocks)
-        parts = make_parts(config, self.layout, device)
+        parts = make_parts(config, self.layout, device, progress)
         self.device = parts.device
         self._device_arena, self._host_arena = parts.device_arena, parts.host_arena
         self._compute = parts.compute
@@ -61,6 +67,8 @@ class Store:
         self._guards = parts.guards
         #: Where a step's arrays have to be uploaded: makes its tensors. None: they are the host's.
         self.step_tensors = parts.step_tensors
+        #: Takes token ids that lie on the GPU (None for others); None where there is no GPU.
+        self.sample = parts.sample
         # Guards the two below; held for a few list operations, never while anything waits.
         self._lock = threading.Lock()
         self._steps = StepFences(self.device)
@@ -304,7 +312,7 @@ class Store:
 
         ``out_*`` device to host, ``in_*`` host to device, ``copied_*`` on the device (copy on
         write; its bytes are those of the filled slots). ``*_runs`` are contiguous pieces of these,
-        ``*_arena_bytes`` is the memory of a tier.
+        ``*_arena_bytes`` is the memory of a tier; then what `Device.transfer_counts` tells.
         """
         self._check_open()
         counts: dict[str, int] = {}
@@ -316,7 +324,7 @@ class Store:
             counts[f"{name}_runs"] = moved.runs
         counts["device_arena_bytes"] = self._device_arena.num_bytes
         counts["host_arena_bytes"] = self._host_arena.num_bytes if self._host_arena else 0
-        return counts
+        return counts | self.device.transfer_counts()
 
     def arenas(self) -> dict[str, ArenaBase]:
         """The arenas by the name of their tier, for reports. Raises ``ManagerClosed``."""

@@ -85,14 +85,16 @@ class Body:
         self.block_size, self.num_layers = config.block_size, config.num_layers
         self.dtype, self.tolerance = config.dtype, TOLERANCE[config.dtype_name]
         self.in_fp8 = config.kv_dtype == FP8
+        self._device = torch.device("cpu")  # of the step's tensors
         self.checked = Checked()
 
     def run(self, step: Step, known: dict[int, Tracked], *, num_layers: int | None = None) -> None:
         """Compute and check the layers, or the first ``num_layers``. Raises Mismatch, and whatever
         the Manager raises. O(tokens of the sequences)."""
         tracked = [known[seq.id] for seq in step.seqs]
-        lengths = step.seq_lens.numpy().astype(np.int64)
-        batch = Batch(tracked, lengths, step.query_start.numpy().astype(np.int64))
+        self._device = step.tokens.device
+        lengths = step.seq_lens.cpu().numpy().astype(np.int64)
+        batch = Batch(tracked, lengths, step.query_start.cpu().numpy().astype(np.int64))
         self._check_tokens(step, batch)
         for layer in range(self.num_layers if num_layers is None else num_layers):
             self._layer(step, layer, batch)
@@ -101,12 +103,12 @@ class Body:
         """The step computes the tokens and positions that are next."""
         position = batch.position[batch.asking]
         rows = batch.row_of[batch.asking]
-        wrong = np.flatnonzero(step.positions.numpy() != position)
+        wrong = np.flatnonzero(step.positions.cpu().numpy() != position)
         if not len(wrong):
             each = [t.tokens for t in batch.tracked]
             starts = np.concatenate(([0], np.cumsum([len(x) for x in each])))[:-1]
             expected = np.concatenate(each)[starts[rows] + position] if each else position
-            wrong = np.flatnonzero(step.tokens.numpy() != expected)
+            wrong = np.flatnonzero(step.tokens.cpu().numpy() != expected)
         if len(wrong):
             i = int(wrong[0])
             raise self._mismatch(batch, int(batch.asking[i]), None, "the step's token", "", "")
@@ -118,8 +120,8 @@ class Body:
         out = step.attend(layer, query)
         assert isinstance(out, torch.Tensor)
         key, value = self._stored(KEY, layer, batch.chain), self._stored(VALUE, layer, batch.chain)
-        found = out.float().numpy()
-        error = np.abs(found - self._expected(query.float().numpy(), key, value, batch))
+        found = out.float().cpu().numpy()
+        error = np.abs(found - self._expected(query.float().cpu().numpy(), key, value, batch))
         self._check_rows(step, layer, batch, key, value)
         good = error.max((1, 2), initial=0) <= self.tolerance  # NaN is not
         self.checked.attentions += len(new)
@@ -141,7 +143,7 @@ class Body:
 
     def _check_rows(self, step: Step, layer: int, batch: Batch, key: Rows, value: Rows) -> None:
         """K and V of each token of the batch lie where the table says, bit by bit."""
-        table = step.block_table.numpy()
+        table = step.block_table.cpu().numpy()
         frames = table[batch.row_of, batch.position // self.block_size].astype(np.int64)
         where = frames, batch.position % self.block_size
         for name, view, expected in zip("KV", self.manager.kv(layer), (key, value), strict=True):
@@ -160,7 +162,8 @@ class Body:
         return torch.from_numpy(rows).to(FP8).float().numpy() if self.in_fp8 else rows
 
     def _tensor(self, kind: int, layer: int, chain: Chain) -> torch.Tensor:
-        return torch.from_numpy(self.stamps.rows(kind, layer, chain)).to(self.dtype)
+        rows = torch.from_numpy(self.stamps.rows(kind, layer, chain))
+        return rows.to(self._device, self.dtype)
 
     def _mismatch(
         self, batch: Batch, i: int, layer: int | None, what: str, expected: str, found: str
@@ -183,6 +186,11 @@ class Body:
 
 def _picked(view: torch.Tensor, where: tuple[NDArray[np.int64], NDArray[np.int64]]) -> Rows:
     """Some rows of an arena as float32. By NumPy: torch would wake its threads for a few rows."""
+    if view.is_cuda:  # these rows alone cross the bus
+        bytes_or_numbers = view.view(torch.uint8) if view.dtype == FP8 else view
+        frames, places = (torch.from_numpy(index).to(view.device) for index in where)
+        rows = bytes_or_numbers[frames, places].cpu()
+        return (rows.view(FP8) if view.dtype == FP8 else rows).float().numpy()
     if view.dtype == FP8:
         return bits_to_float(view.view(torch.uint8).numpy()[where], FP8_NAME)
     if view.dtype != torch.bfloat16:

@@ -44,6 +44,8 @@ class Double:
     torch: TorchCuda
     runtime: Runtime
     cuda: Cuda
+    #: Whether tensors count as the GPU's: the double's, and torch's own, lie on the CPU.
+    owns_tensors: bool = False
 
     @classmethod
     def new(cls, seed: int, mode: str = "random", capacity: int = 1 << 40) -> Double:
@@ -71,7 +73,9 @@ class Double:
             device=torch.device("cpu"),
             empty=empty,
         )
-        return cls(streams, memory, torch_cuda, runtime, cuda)
+        made = cls(streams, memory, torch_cuda, runtime, cuda)
+        cuda.owns = lambda tensor: made.owns_tensors  # type: ignore[method-assign]
+        return made
 
     def check(self) -> None:
         """Run what is left, and raise for all that was wrong up to now."""
@@ -92,8 +96,8 @@ class HeldDevice(CudaDevice):
     """A CudaDevice for tests, as the CPU's: ``hold`` and ``release`` stop and start a copy stream;
     ``hook`` is called before each copy and may raise."""
 
-    def __init__(self, cuda: Cuda, *, sync: bool = False) -> None:
-        super().__init__(cuda, sync=sync)
+    def __init__(self, cuda: Cuda, **options: Any) -> None:
+        super().__init__(cuda, **options)
         runtime: Any = cuda.runtime
         self.streams: Streams = runtime._streams
         self.hook: CopyHook | None = None

@@ -177,6 +177,10 @@ class Runtime:
             self._memory.history.append(("unregistered", address, count))
         return (error,)
 
+    def cudaDeviceGetPCIBusId(self, length: int, device: int) -> Returned:
+        assert (length, device) == (32, self._torch.ordinal)
+        return (Error.cudaSuccess, b"0000:65:00.0")
+
     def cudaRuntimeGetVersion(self) -> Returned:
         return (Error.cudaSuccess, 13000)
 

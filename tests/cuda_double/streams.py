@@ -95,7 +95,7 @@ class Streams:
         self.origin: Callable[[int], Touch | None] = lambda number: None
         self.bounds: Callable[[int, int, str], None] = lambda address, num_bytes, what: None
         self.found: list[str] = []
-        self.num_checked = 0
+        self.num_checked = self.num_host_waits = 0
         self.now = 0.0  # seconds of the double's own time, for events that measure
 
     @locked
@@ -217,6 +217,7 @@ class Streams:
     @locked
     def synchronize(self, handle: int) -> None:
         """The host waits for all of a stream."""
+        self.num_host_waits += 1
         self.settle(handle)
         self._learn(self.clocks[handle])
 

@@ -170,35 +170,49 @@ def test_against_what_was_not_quantised(seed: int, dtype: str) -> None:
 # -- what is refused ------------------------------------------------------------------------------
 
 
-class Nowhere:
-    """A device that must not be asked for anything."""
+class Recorder:
+    """A device that only notes what it is asked to launch."""
+
+    def __init__(self) -> None:
+        self.launched: list[Launch] = []
 
     def launch(self, launch: Launch, stream: int) -> None:
-        raise AssertionError(launch.source.name)
+        self.launched.append(launch)
 
 
-def test_arrays_on_a_device_are_refused() -> None:
-    device = Nowhere()
+def test_scales_on_a_device_lie_where_the_rest_does() -> None:
+    """They reach the kernel as addresses; what they hold isn't looked at, their shape is."""
+    device = Recorder()
 
-    def array(kind: str, *shape: int) -> DeviceArray:
-        return DeviceArray(4096, shape, np.dtype(kind), device)
+    def array(kind: str, *shape: int, address: int = 4096) -> DeviceArray:
+        return DeviceArray(address, shape, np.dtype(kind), device)
 
     geometry: dict[str, Any] = {
         "dtype": "bfloat16", "kv_dtype": "fp8_e4m3", "key_offset": 0, "value_offset": 128,
         "block_size": 16, "num_kv_heads": 1, "head_dim": 8, "value_dim": 8,
     }  # fmt: skip
     rows, arena = array("u2", 2, 1, 8), array("u1", 4, 512)
-    message = "'fp8_e4m3' is not in the CUDA kernels of this version"
-    for check in (True, False):
-        with pytest.raises(ValueError, match=message):
-            cuda_kernels.write_kv(
-                arena, rows, rows, slot_mapping=array("i8", 2), check=check, **geometry
-            )
-        with pytest.raises(ValueError, match=message):
-            cuda_kernels.paged_attention(
-                rows, rows, arena, table=array("i4", 2), table_start=array("i8", 2),
-                seq_lens=array("i8", 2), query_start=array("i8", 3), check=check, **geometry,
-            )  # fmt: skip
+    tables = {
+        "table": array("i4", 2), "table_start": array("i8", 2), "seq_lens": array("i8", 2),
+        "query_start": array("i8", 3),
+    }  # fmt: skip
+
+    def both(**scales: Any) -> None:
+        slots = array("i8", 2)
+        cuda_kernels.write_kv(arena, rows, rows, slot_mapping=slots, **geometry, **scales)
+        cuda_kernels.paged_attention(rows, rows, arena, **tables, **geometry, **scales)
+
+    places = (0x11110000, 0x22220000)
+    both(key_scale=array("f4", 1, address=places[0]), value_scale=array("f4", 1, address=places[1]))
+    both()
+    given = [set(places) & set(launch.arguments) for launch in device.launched]
+    assert given == [set(places), set(places), set(), set()]
+    with pytest.raises(TypeError, match="key_scale must be a DeviceArray as"):
+        both(key_scale=np.ones(1, np.float32))
+    with pytest.raises(ValueError, match=r"value_scale must have shape \[1\], got \[2\]"):
+        both(value_scale=array("f4", 2))
+    with pytest.raises(TypeError, match="key_scale must have dtype float32"):
+        both(key_scale=array("f8", 1))
 
 
 ONES = np.ones(2, np.float32)

@@ -17,6 +17,7 @@ import pytest
 from kvmem.budget import ControlGroup
 from kvmem.doctor import SEVERITIES, Finding, diagnose
 from kvmem.doctor.compiled import check_cache, check_threads, compile_caches, is_writable
+from kvmem.doctor.cuda import check_cuda
 from kvmem.doctor.devices import (
     FIRST_CHUNK,
     check_gpus,
@@ -30,12 +31,12 @@ from kvmem.doctor.memory import check_host
 from kvmem.doctor.versions import (
     LEAST_PYTHON,
     NEEDED,
-    check_cuda_compiler,
     check_packages,
     check_python,
     check_shim,
     numbers_of,
 )
+from kvmem.report.gpu import Gpu, Gpus
 from kvmem.report.host import NO_LIMIT, Host, NumaNode, Process, read_host
 from tests.cli.commands import ROOT, run
 from tests.report.fake_nvml import FakeNvml
@@ -143,17 +144,36 @@ def test_the_deprecated_shim_is_flagged() -> None:
     assert check_shim() == []  # not in the project's own environment
 
 
-def test_what_a_cuda_compiler_would_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    bringing = [SimpleNamespace(metadata={"Name": "nvidia-nvvm"})]
-    monkeypatch.setattr("kvmem.doctor.versions.distributions", lambda: bringing)
+def test_what_a_gpu_needs_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    bringing = [SimpleNamespace(metadata={"Name": "nvidia-nvvm"}, version="13.0.88")]
+    monkeypatch.setattr("kvmem.doctor.cuda.distributions", lambda: bringing)
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
-    findings = check_cuda_compiler(lambda name: "0.30.4")
-    by_check = {f.check: f for f in findings}
-    assert (by_check["NVVM"].severity, by_check["NVVM"].message) == ("ok", "from nvidia-nvvm")
-    assert by_check["NVRTC"].severity == "info"
-    assert "nvidia-cuda-nvrtc" in by_check["NVRTC"].message
+
+    def missing(name: str) -> str:
+        if name == "cuda-core":
+            raise PackageNotFoundError(name)
+        return "0.30.4"
+
+    def torch_of(cuda: str | None) -> Any:
+        return lambda name: SimpleNamespace(version=SimpleNamespace(cuda=cuda))
+
+    none, one = Gpus(), Gpus(devices=[Gpu(index=0, uuid="GPU-1")], cuda_driver="12.9")
+    for gpus, severity in ((none, "info"), (one, "warning")):
+        findings = check_cuda(gpus, missing, torch_of("12.8"))
+        by_check = {f.check: f for f in findings}
+        told = by_check["NVVM"].severity, by_check["NVVM"].message
+        assert told == ("ok", "from nvidia-nvvm 13.0.88")
+        assert by_check["NVRTC"].severity == by_check["cuda-core"].severity == severity
+        assert "nvidia-cuda-nvrtc" in by_check["NVRTC"].message
+        assert by_check["numba-cuda"].severity == "ok"
+        advised(findings)
+    assert severity_of(check_cuda(one, missing, torch_of("12.8")), "device='cuda'") == "ok"
+    for built, words in ((None, "has no CUDA"), ("13.0", "driver runs CUDA up to 12.9")):
+        found = check_cuda(one, missing, torch_of(built))[0]
+        assert found.severity == "warning"
+        assert words in found.message and "torch" in found.advice
     monkeypatch.setattr("ctypes.util.find_library", lambda name: "libnvrtc.so.13")
-    assert "libnvrtc.so.13" in str(check_cuda_compiler(lambda name: "0.30.4"))
+    assert "libnvrtc.so.13" in str(check_cuda(none))
 
 
 # --- GPUs and pinning -----------------------------------------------------------------------------

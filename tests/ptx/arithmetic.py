@@ -92,7 +92,19 @@ def add_like(function: Function) -> Decoder:
     return decode
 
 
+def multiply_halves(a: Values, b: Values) -> Values:
+    """Two float16 products in a word, each rounded once; subnormals are kept."""
+    halves = (
+        np.multiply(*(((x >> np.uint32(at)).astype(np.uint16)).view(np.float16) for x in (a, b)))
+        for at in (0, 16)
+    )
+    low, high = (np.asarray(half).view(np.uint16).astype(np.uint32) for half in halves)
+    return low | (high << np.uint32(16))
+
+
 def multiply(ins: Instruction) -> Step:
+    if ins.modifiers == ("rn", "f16x2"):
+        return pointwise(ins, ("b32", "b32"), multiply_halves, "b32")
     kind = type_of(ins, FLOATS + INTEGERS)
     if kind in FLOATS:
         only(ins, {"rn", "ftz"})
@@ -137,12 +149,18 @@ def fused_multiply_add(ins: Instruction) -> Step:
     return pointwise(ins, (kind, kind, kind), fused, kind)
 
 
+def divided(a: Values, b: Values) -> Values:
+    """a / b; every NaN becomes the same one, without a sign."""
+    found = np.divide(a, b)
+    return np.where(np.isnan(found), np.asarray(np.nan, found.dtype), found)
+
+
 def divide_like(function: Function) -> Decoder:
     def decode(ins: Instruction) -> Step:
         kind = type_of(ins, INTEGERS + (FLOATS if ins.opcode == "div" else ()))
         if kind in FLOATS:
             only(ins, {"rn", "approx", "full", "ftz"})
-            return pointwise(ins, (kind, kind), np.divide, kind)
+            return pointwise(ins, (kind, kind), divided, kind)
         only(ins, set())
         step = pointwise(ins, (kind, kind), function, kind)
         inner = step.execute

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.ptx import arithmetic, atomics, control, moves, warps
+from tests.ptx import arithmetic, atomics, control, copies, moves, warps
 from tests.ptx.decode import Decoder, unknown
 from tests.ptx.errors import Divergent, PtxError, Stuck
 from tests.ptx.memory import Memory
@@ -29,6 +29,7 @@ DECODERS: dict[str, Decoder] = {
     **arithmetic.DECODERS,
     **atomics.DECODERS,
     **control.DECODERS,
+    **copies.DECODERS,
     **moves.DECODERS,
     **warps.DECODERS,
 }

@@ -6,7 +6,8 @@ last and when, and who has read it since. Two accesses of different threads, one
 are a race unless a barrier that both threads took part in lies between them. Time is the number of
 instructions run.
 
-A load through the read-only path (`ld.global.nc`) must never meet a store of the same launch.
+A load through the read-only path (`ld.global.nc`) must never meet a store of the same launch. Bytes
+that an asynchronous copy is going to store are nobody's until the thread that began it has waited.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Memory:
         self.low_reader = np.full(size, NOBODY, np.int64)  # lowest and highest since the last write
         self.high_reader = np.full(size, NOBODY, np.int64)
         self.read_time = np.zeros(size, np.int64)
+        self.pending = np.zeros(size, np.bool_)  # an asynchronous copy will store there
 
     def bytes_of(self, index: int) -> NDArray[np.uint8]:
         """The bytes of buffer `index`, counted by ascending address, as they are now."""
@@ -146,6 +148,7 @@ class Memory:
         width = dtype.itemsize * count
         place, shared_with_stores = self.locate(address, width, write=False)
         cells = place // width
+        self._refuse_pending(cells, width)
         if not self.all_known and not self.known.reshape(-1, width)[cells].all():
             wrong = np.argmin(self.known.reshape(-1, width)[cells].all(axis=1))
             raise Uninitialised(
@@ -166,6 +169,7 @@ class Memory:
         width = values.itemsize * values.shape[1]
         place, _ = self.locate(address, width, write=True)
         cells = place // width
+        self._refuse_pending(cells, width)
         self._note_writes(cells, width, threads, time)
         self.flat.view(f"V{width}")[cells] = (
             np.ascontiguousarray(values).view(f"V{width}").reshape(-1)
@@ -181,6 +185,34 @@ class Memory:
             raise Uninitialised(f"an atomic operation on {self.kind} memory never written")
         self._note_writes(cells, dtype.itemsize, threads, time, atomic=True)
         return cells
+
+    def begin_copy(
+        self, address: NDArray[np.uint64], width: int, threads: Threads, time: int
+    ) -> None:
+        """An asynchronous copy to these places begins: what is there is lost."""
+        place, _ = self.locate(address, width, write=True)
+        cells = place // width
+        self._refuse_pending(cells, width)
+        self._note_writes(cells, width, threads, time)
+        self.pending.reshape(-1, width // self.grain)[cells] = True
+        self.known.reshape(-1, width)[cells] = False
+        self.all_known = False
+
+    def end_copy(self, address: NDArray[np.uint64], values: NDArray[Any], time: int) -> None:
+        """It has arrived, ``[threads, count]``: a store at this time of the threads that began."""
+        width = values.itemsize * values.shape[1]
+        place, _ = self.locate(address, width, write=True)
+        cells, wide = place // width, width // self.grain
+        self.pending.reshape(-1, wide)[cells] = False
+        self.known.reshape(-1, width)[cells] = True
+        self.write_time.reshape(-1, wide)[cells] = time
+        self.flat.view(f"V{width}")[cells] = (
+            np.ascontiguousarray(values).view(f"V{width}").reshape(-1)
+        )
+
+    def _refuse_pending(self, cells: NDArray[np.int64], width: int) -> None:
+        if self.kind == "shared" and self.pending.reshape(-1, width // self.grain)[cells].any():
+            raise Race("a byte of shared memory is used while a copy to it is under way")
 
     # -- races -------------------------------------------------------------------------------------
 

@@ -103,12 +103,25 @@ def to_integer(value: Values, how: str, dtype: np.dtype[Any]) -> Values:
     return np.where(inside, np.where(inside, rounded, 0).astype(dtype), edge)
 
 
+#: The sizes of fp8_e4m3 by the seven bits behind the sign; the last is NaN.
+_E4M3 = np.array(
+    [
+        (m if e == 0 else 8 + m) * 2.0 ** (max(e, 1) - 10)
+        for e in range(16)
+        for m in range(8)
+    ],
+    np.float16,
+)  # fmt: skip
+
+
 def convert(ins: Instruction) -> Step:
     expect(ins, 2, 3)
     if len(ins.modifiers) < 2:
         raise unknown(ins, "two types are needed")
     to, source = ins.modifiers[-2:]
     given = only(ins, {"rn", "rz", "ftz", *_ROUND}, types=2)
+    if source == "e4m3x2":
+        return _widen_pair(ins, to, given)
     if to in ("bf16x2", "f16x2"):
         return _convert_pair(ins, to, given)
     function = _conversion(ins, to, source, given)
@@ -152,6 +165,25 @@ def _convert_pair(ins: Instruction, to: str, given: set[str]) -> Step:
         upper = narrow(wave.read(ins.operands[1], "f32", mask)).astype(np.uint32)
         lower = narrow(wave.read(ins.operands[2], "f32", mask)).astype(np.uint32)
         wave.write(ins.operands[0], np.asarray((upper << np.uint32(16)) | lower), mask)
+
+    return Step(ins, execute=execute)
+
+
+def _widen_pair(ins: Instruction, to: str, given: set[str]) -> Step:
+    """Two fp8_e4m3 of 16 bits to two float16, exactly: the lower byte into the lower half."""
+    if to != "f16x2" or given != {"rn"} or len(ins.operands) != 2:
+        raise unknown(ins, "only cvt.rn.f16x2.e4m3x2")
+
+    def execute(wave: Wave, mask: Mask) -> None:
+        pair = wave.full(ins.operands[1], "b16", mask)
+        low, high = (
+            np.where(size == 0x7F, np.float16(np.nan), _E4M3[size]).view(np.uint16)
+            | (part & np.uint16(0x80)) << np.uint16(8)
+            for part in (pair, pair >> np.uint16(8))
+            for size in (part & np.uint16(0x7F),)
+        )
+        packed = low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16)
+        wave.write(ins.operands[0], packed, mask)
 
     return Step(ins, execute=execute)
 

@@ -26,6 +26,8 @@ WRITE = "cuda_kernels.cache_write.cuda_write"
 COPY = "cuda_kernels.block_copy.cuda_copy"
 MOVE = "cuda_kernels.frames.cuda_move"
 ATTENTION = "cuda_kernels.attention.cuda_decode"
+PROMPTS = "cuda_kernels.attention.cuda_prefill"
+TILES = "cuda_kernels.attention.cuda_shared_tiles"
 PARTS = "cuda_kernels.attention.cuda_parts"
 SPLITS = "cuda_kernels.attention.cuda_splits"
 
@@ -129,6 +131,49 @@ FAULTS = {
     "attention_empty_row_divided": _fault(
         SPLITS, "if not empty:", "if not empty or count > 0:", ATTENTION
     ),
+    "prompts_mask_off_by_one": _fault(PROMPTS, "here > owns[half]:", "here > owns[half] + 1:"),
+    "prompts_own_position_masked": _fault(PROMPTS, "here > owns[half]:", "here >= owns[half]:"),
+    "prompts_window_off_by_one": _fault(TILES, "own - window + 1)", "own - window)", PROMPTS),
+    "prompts_mask_left_out_one_too_early": _fault(
+        PROMPTS, "next_tile > position + 1", "next_tile > position + 2"
+    ),
+    "prompts_last_tile_left_out": _fault(PROMPTS, "while tile <= last:", "while tile < last:"),
+    "prompts_sums_not_rescaled": _fault(
+        PROMPTS, "factors[0] != float32(1) or factors[1]", "factors[1]"
+    ),
+    "prompts_weights_not_rescaled": _fault(
+        PROMPTS, "multiply_add(total[half], factor, whole)", "total[half] + whole"
+    ),
+    "prompts_tile_used_before_the_barrier": _fault(
+        PROMPTS,
+        "            await_copies()\n            cuda.syncthreads()\n",
+        "            await_copies()\n",
+    ),
+    "prompts_tile_overwritten_before_the_barrier": _fault(
+        PROMPTS,
+        "            cuda.syncthreads()\n            if next_tile <= last:",
+        "            if next_tile <= last:",
+    ),
+    "prompts_copies_not_waited_for": _fault(
+        PROMPTS,
+        "            await_copies()\n            cuda.syncthreads()\n",
+        "            cuda.syncthreads()\n",
+    ),
+    "prompts_odd_values_kept": _fault(
+        TILES, "        if changed != uint32(0):", "        if changed == uint32(1):", PROMPTS
+    ),
+    "prompts_odd_values_for_all": _fault(
+        TILES,
+        "                if place >= first_of(owns[half], window) and place <= owns[half]:",
+        "                if place >= first_of(owns[half], window):",
+        PROMPTS,
+    ),
+    "prompts_read_past_the_row": _fault(
+        TILES, "inside = max(low, min(position, high))", "inside = position", PROMPTS
+    ),
+    "prompts_slot_of_the_next_row": _fault(
+        PROMPTS, "size), tokens) + middle <= slot", "size), tokens) + middle <= slot + 1"
+    ),
 }
 
 
@@ -143,6 +188,12 @@ def plant(fault: KernelFault, folder: Path) -> str:
         return _write(folder, fault.module, digest, text)
     changed = _write(folder, fault.module, digest, text)
     own = _text(fault.victim)
+    package, _, name = fault.module.rpartition(".")
+    whole = f"from {package} import {name}\n"
+    if whole in own:
+        return _write(
+            folder, fault.victim, digest, own.replace(whole, f"import {changed} as {name}\n")
+        )
     if own.count(fault.module) != 1:
         raise ValueError(f"{fault.victim} does not import {fault.module} once")
     return _write(folder, fault.victim, digest, own.replace(fault.module, changed))

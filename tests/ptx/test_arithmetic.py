@@ -306,6 +306,39 @@ def test_pairs_of_halves(seed: int) -> None:
         assert np.array_equal(halves, float_to_bits(values, dtype))
 
 
+def test_products_of_halves(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    halves = rng.integers(0, 2**16, (32, 4)).astype(np.uint16)
+    halves[:8] &= 0x83FF  # subnormal
+    rows = [tuple(int(x) for x in row) for row in halves.view(np.uint32)]
+    found = np.array(evaluate("mul.rn.f16x2", rows, 32, 32), np.uint32).view(np.float16)
+    single = halves.view(np.float16).astype(np.float32)
+    with np.errstate(all="ignore"):
+        expected = (single[:, :2] * single[:, 2:]).astype(np.float16)
+    assert np.array_equal(found.reshape(32, 2), expected, equal_nan=True)
+
+
+def test_pairs_of_fp8_are_widened() -> None:
+    """All patterns in both places, against the project's own table."""
+    from cuda_kernels.dtypes import FP8_VALUES
+
+    patterns = np.arange(256).astype(np.uint8)
+    pairs = np.stack([patterns, patterns[::-1]], axis=1)
+    for part in pairs.reshape(8, 32, 2):
+        rows = [(int(word),) for word in part.view(np.uint16)[:, 0]]
+        found = np.array(evaluate("cvt.rn.f16x2.e4m3x2", rows, 16, 32), np.uint32)
+        wide = found.view(np.float16).reshape(32, 2).astype(np.float32)
+        assert np.array_equal(wide, FP8_VALUES[part], equal_nan=True)
+        assert np.array_equal(np.signbit(wide), part >= 128)
+
+
+def test_a_quotient_that_is_nan_has_no_sign() -> None:
+    rows: list[tuple[int, ...]] = [(0xFFC00001, bits_of(2.0)), (0, 0), (bits_of(-1.0), 0)] * 11
+    found = evaluate("div.rn.f32", rows[:32], 32, 32)
+    assert [math.isnan(float_of(x)) and x < 1 << 31 for x in found[:2]] == [True, True]
+    assert found[2] == bits_of(-math.inf)
+
+
 def test_division_by_zero_raises() -> None:
     with pytest.raises(PtxError, match="division by zero"):
         evaluate("div.u32", [(5, 0)] * 32, 32, 32)

@@ -22,13 +22,14 @@ from cuda_kernels.attention.cuda_call import (
 )
 from cuda_kernels.attention.spec import SPEC
 from cuda_kernels.cuda.array import DeviceArray
-from cuda_kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, bits_to_float
+from cuda_kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, FP8_E4M3, bits_to_float
 from tests.ptx.device import InterpretedDevice, needs_compiler
 from tests.ptx.errors import OutOfBounds
 from tests.ptx.machine import Buffer
 from tests.ptx.test_attention import (
     NAMES,
     check,
+    dtypes,
     label,
     largest,
     mapped,
@@ -39,10 +40,11 @@ from tests.ptx.test_attention import (
 
 SHAPES = {(9, 0): 16, (8, 0): 16}
 MORE = int(os.environ.get("KVMEM_PTX_SHAPES", "1"))
-#: Every kernel for sm_90; for sm_80 two, or all.
-CASES = [((9, 0), key) for key in TENSOR_KERNELS]
+#: Every kernel for sm_90; for sm_80 two, or all. fp8_e4m3: test_attention_fp8.py.
+WHOLE = [key for key in TENSOR_KERNELS if key[0] != FP8_E4M3]
+CASES = [((9, 0), key) for key in WHOLE]
 SOME = ((BFLOAT16, 128, 2), (FLOAT16, 64, 1))
-CASES += [((8, 0), key) for key in TENSOR_KERNELS if key in SOME or MORE > 1]
+CASES += [((8, 0), key) for key in WHOLE if key in SOME or MORE > 1]
 
 
 def draw(rng: np.random.Generator, key: tuple[int, int, int], split: int) -> dict[str, Any]:
@@ -75,7 +77,7 @@ def draw(rng: np.random.Generator, key: tuple[int, int, int], split: int) -> dic
         rules["scale"] = float(rng.choice([0.3 / dims**0.5, 1.0]))
     return SPEC.make_inputs(
         rng,
-        dtype=NAMES[kind],
+        **dtypes(rng, kind, "bfloat16", "float16"),
         seq_lens=lens,
         query_lens=news,
         num_heads=group * kv_heads,
@@ -84,7 +86,7 @@ def draw(rng: np.random.Generator, key: tuple[int, int, int], split: int) -> dic
         value_dim=dims,
         block_size=block,
         layout=str(rng.choice(["HND", "NHD"])),
-        alignment=8,
+        alignment=16 if kind == FP8_E4M3 else 8,
         **rules,
     )  # type: ignore[no-any-return]
 
@@ -309,7 +311,7 @@ def test_when_rows_are_cut(seed: int) -> None:
     """With a workspace, and as far as the tokens don't fill the processors by themselves."""
 
     def launches(seq_lens: list[int], longest: int | None, room: int | None) -> list[Any]:
-        options: dict[str, Any] = {"max_seq_len": longest, "stream": 7}
+        options: dict[str, Any] = {"max_seq_len": longest, "stream": 7, "max_query_len": 1}
         if room is not None:
             options["workspace"] = lambda _, device: DeviceArray(
                 1 << 40, (room,), np.dtype(np.float32), device

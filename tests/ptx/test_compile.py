@@ -30,6 +30,7 @@ KERNELS = [
 ATTENTION = [
     *attention.KERNELS.values(),
     *attention.TENSOR_KERNELS.values(),
+    *attention.PROMPT_KERNELS.values(),
     *attention.MERGE_KERNELS.values(),
 ]
 CASES = [((9, 0), source) for source in (*KERNELS, *ATTENTION)]
@@ -62,15 +63,18 @@ def test_the_ptx_is_the_same_in_every_process(tmp_path: Path) -> None:
     """Whatever was compiled before in it: the bytes can be compared by whoever builds them."""
     code = """
 import hashlib, sys
+from cuda_kernels.attention import cuda_call as attention
 from cuda_kernels.cuda.compile import make_ptx
-from cuda_kernels.frames import cuda_call
+from cuda_kernels.frames import cuda_call as frames
 if sys.argv[1] == "late":
-    make_ptx(cuda_call.KERNELS[4, 0], (9, 0))
-print(hashlib.sha256(make_ptx(cuda_call.KERNELS[0, 4], (9, 0))).hexdigest())
+    make_ptx(frames.KERNELS[4, 0], (9, 0))
+    make_ptx(attention.KERNELS[0, 1, 128], (9, 0))
+for source in (frames.KERNELS[0, 4], attention.TENSOR_KERNELS[1, 64, 1]):
+    print(hashlib.sha256(make_ptx(source, (9, 0))).hexdigest())
 """
-    hashes = {python(code, when).strip() for when in ("early", "late")}
-    assert len(hashes) == 1
-    assert hashes == {compile_kernel(SMALL, (9, 0), tmp_path).hashes()[0]}
+    early, late = (python(code, when).split() for when in ("early", "late"))
+    assert early == late
+    assert early[0] == compile_kernel(SMALL, (9, 0), tmp_path).hashes()[0]
 
 
 def python(code: str, *arguments: str, **environment: str) -> str:
@@ -185,9 +189,30 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         return "1.0"
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(MissingLibrary, match=r"numba-cuda is not installed.*kvmem\[cuda\]"):
+    with pytest.raises(
+        MissingLibrary, match=r"numba-cuda is not installed.*kvmem\[cuda13\].*kvmem\[cuda12\]"
+    ):
         compile_kernel(SMALL, (9, 0), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_tools_of_cuda_12_are_told_by_their_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else kernels of two releases would share a name in the cache."""
+    installed = {"nvidia-cuda-nvcc-cu12": "12.9.86", "nvidia-nvjitlink-cu12": "12.9.1"}
+
+    def version(name: str) -> str:
+        if name in installed:
+            return installed[name]
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = compiling.tool_versions()
+    assert found["nvidia-nvvm"] == "12.9.86"
+    assert found["nvidia-nvjitlink"] == "12.9.1"
+    assert found["numba"] == "none"
+    key = cache_key(SMALL, (9, 0))
+    installed["nvidia-cuda-nvcc-cu12"] = "12.8.93"
+    assert cache_key(SMALL, (9, 0)) != key
 
 
 @needs_compiler
@@ -216,6 +241,9 @@ def test_the_environment_pointer_may_not_be_used() -> None:
     line = ".common .global .align 8 .u64 _ZN08NumbaEnv1k;\n"
     text = f"{line}.visible .entry mangled() {{ bra mangled_1; }}"
     assert stable_names(text, "k") == ".visible .entry k() { bra k_1; }"
+    shared = "_cudapy_smem_9[4]; _cudapy_smem_10[8]; [_cudapy_smem_9+4] _cudapy_smem_10"
+    renamed = "_cudapy_smem_1[4]; _cudapy_smem_2[8]; [_cudapy_smem_1+4] _cudapy_smem_2"
+    assert stable_names(f".entry mangled {shared}", "k") == f".entry k {renamed}"
     with pytest.raises(RuntimeError, match="environment"):
         stable_names(text + " ld.global.u64 %rd1, [_ZN08NumbaEnv1k];", "k")
     with pytest.raises(RuntimeError, match="2 kernels"):

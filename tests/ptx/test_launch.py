@@ -54,7 +54,7 @@ told["later"] = driver.stub_launches()
 told["loaded"] = len(device._kernels)
 
 # float32 parameters: what arrives are the bits of a float, in the place of the last two.
-driver.stub_expect(38)
+driver.stub_expect(41)
 def array(address, shape, kind):
     return DeviceArray(address, shape, np.dtype(kind), device)
 cuda_kernels.paged_attention(
@@ -65,7 +65,7 @@ cuda_kernels.paged_attention(
     seq_lens=array(0x60000, (2,), "i8"), query_start=array(0x70000, (3,), "i8"),
     scale=0.3, softcap=20.0, stream=0x10,
 )
-bits = np.array([driver.stub_argument(i) & 0xFFFFFFFF for i in (36, 37)], np.uint32)
+bits = np.array([driver.stub_argument(i) & 0xFFFFFFFF for i in (39, 40)], np.uint32)
 told["floats"] = bits.view(np.float32).tolist()
 told["attention_grid"] = [driver.stub_grid(i) for i in range(3)]
 told["numba"] = "numba" in sys.modules

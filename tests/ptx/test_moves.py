@@ -11,7 +11,7 @@ import pytest
 import cuda_kernels
 from cuda_kernels.block_copy.spec import SPEC as COPY
 from cuda_kernels.cache_write.spec import SPEC as WRITE
-from cuda_kernels.frames.spec import GATHER, SCATTER
+from cuda_kernels.frames.spec import FILL, GATHER, SCATTER
 from cuda_kernels.frames.spec import SPEC as MOVE
 from tests.ptx.device import InterpretedDevice, needs_compiler
 from tests.ptx.errors import OutOfBounds, PtxError, Race
@@ -239,6 +239,47 @@ def test_move_frames(seed: int, device: InterpretedDevice, capability: tuple[int
 
 
 @CAPABILITIES
+def test_fill_frames(seed: int, device: InterpretedDevice, capability: tuple[int, int]) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(SHAPES[capability] // 2):
+        device.clear()
+        element = str(rng.choice(["uint8", "uint16", "float32"]))
+        unit = max(int(rng.choice([1, 2, 4, 16])), np.dtype(element).itemsize)
+        arguments = FILL.make_inputs(
+            rng,
+            num_frames=6,
+            frame_bytes=-(-cuts(rng, 1, 16, 64, 4096, 32768 + 16, 40000) // unit) * unit,
+            num_ids=int(rng.integers(0, 6)),
+            element=element,
+        )
+        arguments["ids"] = arguments["ids"].astype(integers(rng))
+        expected = FILL.reference(arguments)
+        limit, shift = int(rng.integers(1, 9)), int(rng.choice([0, 0, 1, 2, 4, 8, 15]))
+        arena = device.array(arguments["arena"], writable=True)
+        if shift:
+            device.clear()
+            arena = device.array(arguments["arena"], writable=True, misaligned=shift)
+        ids = device.array(arguments["ids"])
+        cuda_kernels.fill_frames(arena, ids, arguments["pattern"], max_blocks=limit)
+        assert same_bits(arguments["arena"], expected)
+        assert all(launch.grid[0] <= limit for launch, _ in device.launched)
+
+
+@CAPABILITIES
+def test_frames_are_filled_sixteen_bytes_at_once(device: InterpretedDevice) -> None:
+    """32 KiB are 2,048 lines, eight a thread; not one store more."""
+    arena = np.zeros((2, 32768), np.uint8)
+    cuda_kernels.fill_frames(
+        device.array(arena, writable=True), device.array(np.array([1])), np.uint16(0x7FC0)
+    )
+    assert not arena[0].any()
+    assert (arena[1].view(np.uint16) == 0x7FC0).all()
+    ((launch, counts),) = device.launched
+    assert counts.steps < 250  # a byte a thread would take 1,000
+    assert b"st.global.v4.u32" in device.compiled(launch.source)[0].ptx
+
+
+@CAPABILITIES
 @pytest.mark.parametrize("gather", [True, False], ids=["gather", "scatter"])
 def test_pieces(
     seed: int, device: InterpretedDevice, capability: tuple[int, int], gather: bool
@@ -312,4 +353,10 @@ def test_a_frame_id_past_the_arena_is_found(device: InterpretedDevice) -> None:
             device.array(np.zeros((1, 64), np.uint8), writable=True),
             device.array(np.zeros((2, 64), np.uint8)),
             device.array(np.array([2], np.int32)),
+        )
+    with pytest.raises(OutOfBounds):
+        cuda_kernels.fill_frames(
+            device.array(np.zeros((2, 64), np.uint8), writable=True),
+            device.array(np.array([2], np.int32)),
+            np.uint8(1),
         )

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.ptx import test_attention, test_moves
+from tests.ptx import test_attention, test_moves, test_prefill
 from tests.ptx.device import InterpretedDevice, needs_compiler
 from tests.ptx.errors import PtxError
-from tests.ptx.seeded_faults import ATTENTION, COPY, FAULTS, MOVE, WRITE, faulty
+from tests.ptx.seeded_faults import ATTENTION, COPY, FAULTS, MOVE, PROMPTS, WRITE, faulty
 
 SM_90 = (9, 0)
 SEED = 1
@@ -25,6 +25,13 @@ def attention(device: type[InterpretedDevice], monkeypatch: pytest.MonkeyPatch) 
         test_attention.test_attention(seed, SM_90, KEY, monkeypatch)
 
 
+def prompts(device: type[InterpretedDevice], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests of prompts, for the smallest kernel."""
+    monkeypatch.setattr(test_prefill, "InterpretedDevice", device)
+    test_prefill.test_numbers_that_are_not_finite(SEED, "bfloat16")
+    test_prefill.test_prompts(SEED, SM_90, (1, 64), monkeypatch)
+
+
 def moving(test: Callable[..., None]) -> Callable[..., None]:
     def run(device: type[InterpretedDevice], monkeypatch: pytest.MonkeyPatch) -> None:
         test(SEED, device(SM_90), SM_90)
@@ -37,6 +44,7 @@ TESTS = {
     COPY: moving(test_moves.test_copy_blocks),
     MOVE: moving(test_moves.test_move_frames),
     ATTENTION: attention,
+    PROMPTS: prompts,
 }
 
 

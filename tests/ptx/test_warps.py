@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from cuda_kernels.dtypes import bits_to_float, float_to_bits
-from tests.ptx.errors import Divergent, PtxError, Stuck
+from tests.ptx.errors import (
+    Divergent,
+    Misaligned,
+    PtxError,
+    Race,
+    Stuck,
+    Uninitialised,
+    UnknownPtx,
+)
 from tests.ptx.handmade import each, run, words
 
 
@@ -204,6 +212,51 @@ def test_a_matrix_product_in_half_a_warp_is_refused() -> None:
     body = MMA.replace("KIND", "bf16").replace("GUARD", "setp.lt.u32 %p1, %r1, 16; @%p1")
     with pytest.raises(Divergent, match="mma in 16 of 32 lanes"):
         run(body, source, target)
+
+
+MATRICES = """
+    mov.u32 %r3, tile; shl.b32 %r4, %r1, 4; add.s32 %r5, %r3, %r4;
+    ld.global.v4.u32 {%r6, %r7, %r8, %r9}, [%rd3]; st.shared.v4.u32 [%r5], {%r6, %r7, %r8, %r9};
+"""
+LOAD_MATRICES = (
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%r6, %r7, %r8, %r9}, [%r5];"
+    "st.global.v4.u32 [%rd4], {%r6, %r7, %r8, %r9};"
+)
+TILE = ".shared .align 16 .b8 tile[1024];"
+
+
+def test_four_matrices_are_loaded_and_transposed(seed: int) -> None:
+    """Row j of matrix i lies where lane 8 * i + j says; here in another order."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, 2**16, (64, 8), dtype=np.uint16)
+    target = np.zeros((64, 4), np.uint32)
+    other = "xor.b32 %r4, %r1, 13; shl.b32 %r4, %r4, 4; add.s32 %r5, %r3, %r4; bar.sync 0;"
+    run(MATRICES + other + LOAD_MATRICES, rows, target, threads=64, shared=TILE)
+    matrices = rows[np.arange(64) ^ 13].reshape(2, 4, 8, 8)
+    for thread in range(64):
+        warp, lane = divmod(thread, 32)
+        row, quad = divmod(lane, 4)
+        for i in range(4):
+            pair = matrices[warp, i, 2 * quad : 2 * quad + 2, row]
+            assert target[thread, i] == int(pair[0]) | int(pair[1]) << 16
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        (LOAD_MATRICES, Race),  # what other lanes stored, with no barrier
+        (f"setp.lt.u32 %p1, %r1, 16; @%p1 {LOAD_MATRICES}", Divergent),
+        (f"bar.sync 0; add.s32 %r5, %r5, 4; {LOAD_MATRICES}", Misaligned),
+        (f"bar.sync 0; add.s32 %r5, %r5, 512; {LOAD_MATRICES}", Uninitialised),
+        (LOAD_MATRICES.replace("x4", "x2"), UnknownPtx),
+        (LOAD_MATRICES.replace(".trans", ""), UnknownPtx),
+        (LOAD_MATRICES.replace(", %r9}", "}"), UnknownPtx),
+    ],
+)
+def test_matrices_that_cannot_be_loaded(body: str, error: type[PtxError]) -> None:
+    crossed = "xor.b32 %r4, %r1, 1; shl.b32 %r4, %r4, 4; add.s32 %r5, %r3, %r4;"
+    with pytest.raises(error):
+        run(MATRICES + crossed + body, words([0] * 32), words([0] * 32), shared=TILE)
 
 
 def test_a_trap_is_told() -> None:

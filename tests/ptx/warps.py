@@ -1,8 +1,8 @@
 """Opcodes of whole warps: shuffles, votes, warp barriers, matrix products.
 
 The forms with a mask of lanes (`shfl.sync`, `vote.sync`, `bar.warp.sync`) wait until the lanes it
-names have come, which is the scheduler's part. The aligned ones (`mma`, `movmatrix`) need all 32
-lanes of a warp at once; one lane elsewhere makes them meaningless, and here it raises.
+names have come, which is the scheduler's part. The aligned ones (`mma`, `movmatrix`, `ldmatrix`)
+need all 32 lanes of a warp at once; one lane elsewhere makes them meaningless, and here it raises.
 """
 
 from __future__ import annotations
@@ -140,6 +140,32 @@ def transpose_matrix(ins: Instruction) -> Step:
     return Step(ins, execute=execute)
 
 
+def load_matrices(ins: Instruction) -> Step:
+    """`ldmatrix`: lane 8 * i + j gives the address of row j of matrix i."""
+    if ins.modifiers != ("sync", "aligned", "m8n8", "x4", "trans", "shared", "b16"):
+        raise unknown(ins, "only ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16")
+    expect(ins, 2)
+    targets = lanes_of(ins.operands[0])
+    if len(targets) != 4:
+        raise unknown(ins, "four registers are needed")
+
+    def execute(wave: Wave, mask: Mask) -> None:
+        whole_warps(wave, mask, "ldmatrix")
+        at = wave.address(ins.operands[1], "shared", mask)
+        word = np.dtype(np.uint32)
+        rows = wave.shared.load(at, word, 4, wave.active(mask), wave.time)
+        halves = np.ascontiguousarray(rows).view(np.uint16).reshape(-1, 4, 8, 8)
+        words = np.ascontiguousarray(halves.transpose(1, 0, 3, 2)).view(word).reshape(4, -1)
+        for target, found in zip(targets, words, strict=True):
+            values = found
+            if mask is not None:
+                values = np.zeros(wave.num_threads, word)
+                values[mask] = found
+            wave.write(target, values, mask)
+
+    return Step(ins, execute=execute)
+
+
 # Where the fragments of m16n8k16 lie: lane = 4 * group + quad; each register holds two elements.
 _LANE = np.arange(WARP)
 _GROUP, _QUAD = _LANE >> 2, _LANE & 3
@@ -197,6 +223,7 @@ def active_lanes(ins: Instruction) -> Step:
 DECODERS: dict[str, Decoder] = {
     "shfl": shuffle,
     "vote": vote,
+    "ldmatrix": load_matrices,
     "movmatrix": transpose_matrix,
     "mma": multiply_matrices,
     "activemask": active_lanes,

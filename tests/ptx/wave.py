@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,15 @@ class Step:
     uniform: bool = False
 
 
+class Copy(NamedTuple):
+    """Asynchronous copies of 16 bytes, begun by one instruction; a row each."""
+
+    thread: NDArray[np.int64]  # number in the wave
+    target: NDArray[np.uint64]
+    source: NDArray[np.uint64]
+    whole: NDArray[np.bool_]  # else zeros, and nothing is read
+
+
 class Wave:
     """Some consecutive blocks of a grid, run together."""
 
@@ -66,6 +75,7 @@ class Wave:
         self.lane = number % block_size % WARP
         self.block = number // block_size
         never = np.full(self.num_threads, -1, np.int64)
+        self.copies: list[Copy] = []  # asynchronous ones that nobody has waited for yet
         self.threads = Threads(number + first_block * block_size, never, never.copy(), block_size)
 
     # -- operands ----------------------------------------------------------------------------------
@@ -104,13 +114,15 @@ class Wave:
 
     def active(self, mask: Mask) -> Threads:
         """The threads of an access."""
+        return self.threads if mask is None else self.chosen(mask)
+
+    def chosen(self, which: NDArray[Any]) -> Threads:
+        """Some threads, by a mask or by their numbers in the wave."""
         all_of = self.threads
-        if mask is None:
-            return all_of
         return Threads(
-            all_of.number[mask],
-            all_of.block_time[mask],
-            all_of.warp_time[mask],
+            all_of.number[which],
+            all_of.block_time[which],
+            all_of.warp_time[which],
             all_of.block_size,
         )
 

@@ -31,6 +31,7 @@ class FakeConfig:
     sync: bool = False
     debug: bool = True
     zero_on_free: str = "never"
+    numa_node: int | str | None = None
 
 
 def ids(*values: int) -> NDArray[np.int32]:

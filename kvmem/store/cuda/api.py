@@ -71,6 +71,10 @@ class Cuda:
         self.runtime.cudaGetLastError()  # "not ready" would be the next launch's error else
         return int(code) not in (success, not_ready)
 
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on this GPU."""
+        return tensor.device == self.device
+
     # --- torch's streams ------------------------------------------------------------------------
 
     def here(self) -> AbstractContextManager[Any]:

@@ -17,14 +17,13 @@ from numpy.typing import ArrayLike, NDArray
 from cuda_kernels.cuda.array import DeviceArray
 from kvmem.storage_dtype import Scales
 from kvmem.store.cuda.arena import CudaArena
+from kvmem.store.cuda.arrays import FLOAT32, device_array, workspace_for
 from kvmem.store.cuda.device import CudaDevice
 from kvmem.store.cuda.uploads import Upload
 from kvmem.store.device import FrameIds, Stream
 from kvmem.store.layout import STORAGE_DTYPES, Layout
 from kvmem.store.operands import Operands
 from kvmem.store.tensors import TensorChecks, check_finite, head_vector
-
-_FLOAT32 = np.dtype(np.float32)
 
 
 def _working(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,7 +138,6 @@ class CudaCompute:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of the rows of a batch over one layer's paged K/V; see ``Store.attend``."""
         from cuda_kernels import paged_attention
-        from cuda_kernels.attention.cuda_call import workspace_elements
 
         layout, cuda = self._layout, self._device.cuda
         key_offset, value_offset = self._tensors.check_layer(layer)
@@ -166,8 +164,7 @@ class CudaCompute:
                 uploads.append(self._device.uploads.upload(queue, (numbers,)))
                 rules[name] = uploads[-1].arrays[0]
         longest = on_device.max_seq_len
-        elements = workspace_elements(*shape, longest, window)
-        workspace = query.new_empty(elements, dtype=torch.float32)
+        workspace = workspace_for(query, layout.num_kv_heads, layout.value_dim, longest, window)
         with cuda.here():
             paged_attention(
                 self._array(out),
@@ -182,11 +179,11 @@ class CudaCompute:
                 scale=scale,
                 window=window,
                 softcap=softcap,
-                lse=None if lse is None else self._array(lse, _FLOAT32),
+                lse=None if lse is None else self._array(lse, FLOAT32),
                 check=True,  # scale, window and the like come from the user
                 stream=queue.cuda_stream,
                 max_seq_len=longest,
-                workspace=self._array(workspace, _FLOAT32),
+                workspace=None if workspace is None else self._array(workspace, FLOAT32),
                 **rules,
                 **self._scales[layer],
                 **self._common,
@@ -233,8 +230,4 @@ class CudaCompute:
         return self._device.uploads.upload(queue, (np.ascontiguousarray(table), *starts))
 
     def _array(self, tensor: torch.Tensor, dtype: np.dtype[Any] | None = None) -> DeviceArray:
-        """The tensor's memory as the kernels take it, no copy."""
-        size = tensor.element_size()
-        strides = tuple(stride * size for stride in tensor.stride())
-        address, bits = tensor.data_ptr(), self._bits if dtype is None else dtype
-        return DeviceArray(address, tuple(tensor.shape), bits, self._kernels, strides)
+        return device_array(tensor, self._bits if dtype is None else dtype, self._kernels)

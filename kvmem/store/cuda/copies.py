@@ -70,6 +70,11 @@ class Copies:
         """Copies go from and to this host memory from now on."""
         self._pinned, self._host_address = pinned, address
 
+    @property
+    def locked_bytes(self) -> int:
+        """What of the host memory is page-locked."""
+        return self._pinned.num_bytes if self._pinned is not None else 0
+
     def copy(
         self,
         stream: Stream,

@@ -26,6 +26,7 @@ from kvmem.store.cuda.copies import Copies
 from kvmem.store.cuda.cost_model import CostModel
 from kvmem.store.cuda.events import CudaFence, EventPool
 from kvmem.store.cuda.host_arena import HostArena
+from kvmem.store.cuda.pinning import Progress
 from kvmem.store.cuda.timing import measured_model
 from kvmem.store.cuda.uploads import Uploads
 from kvmem.store.device import (
@@ -55,8 +56,16 @@ class CudaDevice(Device):
 
     name = "cuda"
 
-    def __init__(self, cuda: Cuda, *, sync: bool = False) -> None:
+    def __init__(
+        self,
+        cuda: Cuda,
+        *,
+        sync: bool = False,
+        numa_node: int | str | None = None,
+        progress: Progress | None = None,
+    ) -> None:
         super().__init__()
+        self._numa_node, self._progress = numa_node, progress
         self.cuda = cuda
         self._sync = sync
         self._lock = threading.Lock()
@@ -85,7 +94,10 @@ class CudaDevice(Device):
             self._arenas.append(made)
             return made
         self.copies.model = self.measure()
-        arena = HostArena(self.cuda, name, num_frames, frame_bytes)
+        arena = HostArena(
+            self.cuda, name, num_frames, frame_bytes,
+            numa_node=self._numa_node, progress=self._progress,
+        )  # fmt: skip
         self._arenas.append(arena)
         self.copies.serve(arena.pinned, arena.address)
         return arena
@@ -128,7 +140,7 @@ class CudaDevice(Device):
         own = _own(fence)
         if stream is Stream.COMPUTE and (self._error is not None or self._closed):
             return
-        self._check(own.label)
+        self.check(own.label)
         with self._guarded(own.label):
             queue = self.stream(stream)
             event = self.events.take()
@@ -149,7 +161,7 @@ class CudaDevice(Device):
         the caller's (the ledger names no frame of an open step), and RuntimeError.
         """
         own = _own(fence)
-        self._check(own.label)
+        self.check(own.label)
         if own.event is None:
             raise RuntimeError(f"{own.label} is not recorded yet; a CUDA stream can't wait for it")
         with self._guarded(own.label):
@@ -174,7 +186,7 @@ class CudaDevice(Device):
         end = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_LOOK
         while not self.query(fence):
-            self._check(fence.label)
+            self.check(fence.label)
             if end is not None and time.monotonic() >= end:
                 return False
             time.sleep(pause)
@@ -195,7 +207,7 @@ class CudaDevice(Device):
     ) -> None:
         """Queue a copy in as few pieces as its frames allow (`Copies`). A call that CUDA refuses,
         and that leaves the stream alive, is told in the ticket."""
-        self._check(stream.name.lower())
+        self.check(stream.name.lower())
         queue = self.stream(stream)
         try:
             with self.cuda.here():
@@ -204,7 +216,7 @@ class CudaDevice(Device):
             lasting = not is_survivable(error) or self.cuda.is_lost(queue.cuda_stream)
             if ticket is None or lasting:
                 self._fail(error)
-                self._check(stream.name.lower())
+                self.check(stream.name.lower())
                 raise  # never comes here: the check has raised
             ticket.fail(error, self.failed)
             return
@@ -221,13 +233,13 @@ class CudaDevice(Device):
     ) -> None:
         """Call ``function``, which queues on ``stream``. What it raises fails the device: nobody
         knows what of it was queued."""
-        self._check(stream.name.lower())
+        self.check(stream.name.lower())
         try:
             with self.cuda.here():
                 function()
         except Exception as error:
             self._fail(error)
-            self._check(stream.name.lower())
+            self.check(stream.name.lower())
         if moved is not None:
             self._count(stream, moved)
 
@@ -235,7 +247,7 @@ class CudaDevice(Device):
         self, stream: Stream, queue: Callable[[], None], told: Callable[[float], None]
     ) -> None:
         """Two events around the work; ``told`` is called by the poll that finds it ended."""
-        self._check(stream.name.lower())
+        self.check(stream.name.lower())
         with self._guarded(stream.name.lower()):
             begin, end = self._timers.take(), self._timers.take()
             torch_stream = self.stream(stream)
@@ -268,6 +280,16 @@ class CudaDevice(Device):
             self._timers.give(end)
             told(seconds)
         return self._moved[stream]
+
+    def transfer_counts(self) -> dict[str, int]:
+        """Transfers by the way they went, and what of the host arena is page-locked."""
+        chosen = self.copies.num_chosen
+        return {
+            "transfers_copied": chosen["copies"],
+            "transfers_batched": chosen["batch"],
+            "transfers_staged": chosen["staged"],
+            "host_locked_bytes": self.copies.locked_bytes,
+        }
 
     @property
     def error(self) -> BaseException | None:
@@ -346,7 +368,7 @@ class CudaDevice(Device):
         """Whether the GPU's context is gone."""
         return self.cuda.is_lost(self._streams[Stream.OUT].cuda_stream)
 
-    def _check(self, what: str) -> None:
+    def check(self, what: str) -> None:
         """Raise when nothing can be given to the device any more."""
         if self._error is not None:
             raise DeviceUnavailable(
@@ -374,7 +396,7 @@ class _Guard:
             return
         if not self._survivable or self._device.is_lost():
             self._device._fail(error)
-            self._device._check(self._what)
+            self._device.check(self._what)
 
 
 def _own(fence: Fence) -> CudaFence:

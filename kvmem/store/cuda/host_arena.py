@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from kvmem.numa import OF_GPU
 from kvmem.store.arena import Arena
 from kvmem.store.cuda.api import Cuda
 from kvmem.store.cuda.arena import keep_for_good
-from kvmem.store.cuda.pinning import Pinned, Progress, pin
+from kvmem.store.cuda.pinning import Pinned, Progress, numa_node_of, pin
 
 
 class HostArena(Arena):
@@ -23,12 +24,20 @@ class HostArena(Arena):
         num_frames: int,
         frame_bytes: int,
         *,
+        numa_node: int | str | None = None,
         progress: Progress | None = None,
     ) -> None:
         super().__init__(name, num_frames, frame_bytes)
+        # A forked child gets none of it: older kernels would part the pages that the GPU knows from
+        # those that this process goes on writing to, newer ones copy all of them.
+        self._advise("MADV_DONTFORK")
         try:
             with cuda.here():
-                self.pinned: Pinned = pin(cuda.runtime, self.bytes, progress=progress)
+                node = _node_of(cuda) if numa_node == OF_GPU else numa_node
+                assert not isinstance(node, str)
+                self.pinned: Pinned = pin(
+                    cuda.runtime, self.bytes, progress=progress, numa_node=node
+                )
         except BaseException:
             super().close()
             raise
@@ -43,3 +52,10 @@ class HostArena(Arena):
         """Close without unlocking or giving the memory back: the device is not done with it."""
         keep_for_good(self._memory, self._bytes, self.pinned)
         self._memory = self._bytes = None
+
+
+def _node_of(cuda: Cuda) -> int | None:
+    """The NUMA node that the GPU hangs on, None where nobody knows."""
+    address: bytes | str = cuda.call("cudaDeviceGetPCIBusId", 32, cuda.ordinal)
+    text = address.decode() if isinstance(address, bytes) else address
+    return numa_node_of(text.rstrip("\0"))

@@ -182,9 +182,8 @@ class Pinned:
     def _register(self, address: int, size: int) -> bool:
         """Whether the system agreed. Raises ``DeviceUnavailable`` for what is no refusal."""
         cudart = self._cudart
-        self._chunks.append(
-            address
-        )  # before the call: an interrupt right after it must not lose it
+        # Before the call: an interrupt right behind it must not lose the chunk.
+        self._chunks.append(address)
         (error,) = cudart.cudaHostRegister(address, size, cudart.cudaHostRegisterPortable)
         if not error:
             return True

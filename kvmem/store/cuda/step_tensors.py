@@ -45,6 +45,21 @@ class StepTensors:
             found = self._made[name] = self._upload.tensor(NAMES.index(name), dtype)
         return found
 
+    def patch(
+        self, places: NDArray[np.int64], sources: NDArray[np.int64], values: torch.Tensor
+    ) -> None:
+        """Tokens that only the GPU knows: ``tokens[places[i]] = values[sources[i]]``, queued."""
+        tokens, count = self.tensor("tokens"), len(places)
+        first, origin = int(places[0]), int(sources[0])
+        if all((np.diff(ids) == 1).all() for ids in (places, sources)):  # decoding, mostly
+            tokens[first : first + count].copy_(values[origin : origin + count])
+            return
+        queue = self._device.stream(Stream.COMPUTE)
+        upload = self._device.uploads.upload(queue, (places, sources))
+        to, origins = (upload.tensor(i, torch.int64) for i in range(2))
+        tokens.index_copy_(0, to, values.index_select(0, origins))
+        upload.release(queue)
+
     def table(self, rows: NDArray[np.int32]) -> torch.Tensor:
         """The dense table ``[num_rows, max_blocks]``, from the host's at the first call."""
         found = self._made.get("block_table")

@@ -102,7 +102,7 @@ class Uploads:
         for array in arrays:
             places.append(end)
             end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        buffer = self._take(queue, max(end, 1))
+        buffer = self.take(queue, max(end, 1))
         for array, place in zip(arrays, places, strict=True):
             flat = array.reshape(-1).view(np.uint8)
             buffer.host_bytes[place : place + array.nbytes] = flat
@@ -125,7 +125,9 @@ class Uploads:
         ]
         return Upload(self, queue, buffer, places, found)
 
-    def _take(self, queue: Any, num_bytes: int) -> _Buffer:
+    def take(self, queue: Any, num_bytes: int) -> _Buffer:
+        """A buffer of at least so many bytes that nothing on the GPU uses any more, for the work of
+        a torch stream."""
         size = max(SMALLEST, 1 << (num_bytes - 1).bit_length())
         with self._lock:
             free = self._free.setdefault(size, deque())

@@ -404,7 +404,7 @@ MISTAKES: dict[str, Mistake] = {
     # uploads
     "upload_buffers_are_not_asked": Mistake(
         uploads.Uploads,
-        "_take",
+        "take",
         "if free and free[0].event.query():",
         "if free:",
         (small_uploads, engine),

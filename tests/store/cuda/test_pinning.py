@@ -355,10 +355,12 @@ def test_pieces_of_copies_lie_in_one_registration_or_in_none(case: int, seed: in
     assert (pinned.reason is None) == (pinned.num_bytes == arena.num_bytes)
     base = arena.bytes.ctypes.data
     ranges = [(address - base, address - base + size) for address, size in cudart.live.items()]
+    edges = [0, arena.num_bytes, *(edge for both in ranges for edge in both)]
     offsets, sizes = [], []
     for _ in range(rng.randint(0, 12)):
-        offsets.append(rng.randint(0, arena.num_bytes))
-        sizes.append(rng.choice([0, rng.randint(0, arena.num_bytes - offsets[-1])]))
+        ends = [rng.choice([rng.randint(0, arena.num_bytes), rng.choice(edges)]) for _ in "12"]
+        offsets.append(min(ends))
+        sizes.append(max(ends) - min(ends) if rng.random() < 0.9 else 0)
         inside = [low <= offsets[-1] and offsets[-1] + sizes[-1] <= high for low, high in ranges]
         if any(inside):
             assert pinned.is_pinned(offsets[-1], sizes[-1])

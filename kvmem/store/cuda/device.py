@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvmem.errors import DeviceUnavailable, KVMemError, ManagerClosed
+from kvmem.errors import DeviceUnavailable, ManagerClosed
 from kvmem.fork import ForkGuard
 from kvmem.store.arena import ArenaBase
 from kvmem.store.cuda.api import Cuda
@@ -25,6 +25,7 @@ from kvmem.store.cuda.arena import CudaArena
 from kvmem.store.cuda.copies import Copies
 from kvmem.store.cuda.cost_model import CostModel
 from kvmem.store.cuda.events import CudaFence, EventPool
+from kvmem.store.cuda.failing import Guard
 from kvmem.store.cuda.host_arena import HostArena
 from kvmem.store.cuda.pinning import Progress
 from kvmem.store.cuda.timing import measured_model
@@ -356,13 +357,13 @@ class CudaDevice(Device):
         if self._error is None:
             self._error = error
 
-    def _guarded(self, what: str) -> _Guard:
-        return _Guard(self, what)
+    def _guarded(self, what: str) -> Guard:
+        return Guard(self, what)
 
-    def working(self, what: str) -> _Guard:
+    def working(self, what: str) -> Guard:
         """A guard of work whose caller hears of what is refused once: only an error that lasts
         fails the device."""
-        return _Guard(self, what, survivable=True)
+        return Guard(self, what, survivable=True)
 
     def is_lost(self) -> bool:
         """Whether the GPU's context is gone."""
@@ -379,24 +380,6 @@ class CudaDevice(Device):
                 f"device cuda is closed ({what[:60]}), or this is a forked child; make a new "
                 "Manager"
             )
-
-
-class _Guard:
-    """An error of CUDA in the body fails the device and becomes ``DeviceUnavailable``; with
-    ``survivable`` only if it lasts."""
-
-    def __init__(self, device: CudaDevice, what: str, *, survivable: bool = False) -> None:
-        self._device, self._what, self._survivable = device, what, survivable
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, KVMemError):
-            return
-        if not self._survivable or self._device.is_lost():
-            self._device._fail(error)
-            self._device.check(self._what)
 
 
 def _own(fence: Fence) -> CudaFence:

@@ -172,5 +172,4 @@ def test_the_ledger_never_waits_for_what_was_not_recorded(
                 d.manager.evict(2)
                 d.write(step)
             d.free(open_one)
-    assert len(waits) > 5
     assert "step" in waits

@@ -21,6 +21,7 @@ LONGER: dict[str, str] = {
     "kvmem/manager.py": "the facade: a third is docstrings, each method checks and delegates",
     "cuda_kernels/attention/cuda_decode.py::attend": "it holds the kernel",
     "cuda_kernels/attention/cuda_decode.py::kernel": "one straight line; a drawing stands above it",
+    "cuda_kernels/attention/cuda_decode_mma.py": "one kernel and the drawing of its data path",
     "cuda_kernels/attention/cuda_decode_mma.py::attend": "it holds the kernel",
     "cuda_kernels/attention/cuda_decode_mma.py::kernel": "one straight line, drawn above it",
     "cuda_kernels/attention/cuda_prefill.py::attend_prompts": "it holds the kernel",

@@ -17,14 +17,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvmem.errors import DeviceUnavailable, KVMemError, ManagerClosed
+from kvmem.errors import DeviceUnavailable, ManagerClosed
 from kvmem.fork import ForkGuard
 from kvmem.store.arena import ArenaBase
 from kvmem.store.cuda.api import Cuda
-from kvmem.store.cuda.arena import CudaArena
+from kvmem.store.cuda.arena import CudaArena, keep_for_good
 from kvmem.store.cuda.copies import Copies
 from kvmem.store.cuda.cost_model import CostModel
 from kvmem.store.cuda.events import CudaFence, EventPool
+from kvmem.store.cuda.failing import Guard
 from kvmem.store.cuda.host_arena import HostArena
 from kvmem.store.cuda.pinning import Progress
 from kvmem.store.cuda.timing import measured_model
@@ -283,9 +284,8 @@ class CudaDevice(Device):
         return self._moved[stream]
 
     def park(self, memory: Any, ring: deque[Any]) -> None:
-        """Keep memory that nobody holds any more until the ``event`` of each of the ring is
-        reached: copies between the two may be under way. From a finalizer too, so without a lock.
-        """
+        """Keep memory that nobody holds any more until each ``event`` of the ring is reached:
+        copies between them may be under way. From a finalizer too, so without a lock."""
         self._parked.append((memory, ring))
         for _ in range(len(self._parked)):
             first = self._parked.popleft()
@@ -344,6 +344,7 @@ class CudaDevice(Device):
         )
         for kept in (self.copies, self.uploads, *self._arenas):
             kept.abandon()
+        keep_for_good(*self._parked)
 
     def _count_reached(self, stream: Stream) -> None:
         """Count what lies before a fence that is reached; under the lock."""
@@ -368,13 +369,13 @@ class CudaDevice(Device):
         if self._error is None:
             self._error = error
 
-    def _guarded(self, what: str) -> _Guard:
-        return _Guard(self, what)
+    def _guarded(self, what: str) -> Guard:
+        return Guard(self, what)
 
-    def working(self, what: str) -> _Guard:
+    def working(self, what: str) -> Guard:
         """A guard of work whose caller hears of what is refused once: only an error that lasts
         fails the device."""
-        return _Guard(self, what, survivable=True)
+        return Guard(self, what, survivable=True)
 
     def is_lost(self) -> bool:
         """Whether the GPU's context is gone."""
@@ -391,24 +392,6 @@ class CudaDevice(Device):
                 f"device cuda is closed ({what[:60]}), or this is a forked child; make a new "
                 "Manager"
             )
-
-
-class _Guard:
-    """An error of CUDA in the body fails the device and becomes ``DeviceUnavailable``; with
-    ``survivable`` only if it lasts."""
-
-    def __init__(self, device: CudaDevice, what: str, *, survivable: bool = False) -> None:
-        self._device, self._what, self._survivable = device, what, survivable
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, KVMemError):
-            return
-        if not self._survivable or self._device.is_lost():
-            self._device._fail(error)
-            self._device.check(self._what)
 
 
 def _own(fence: Fence) -> CudaFence:

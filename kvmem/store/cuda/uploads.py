@@ -126,7 +126,8 @@ class Uploads:
         return Upload(self, queue, buffer, places, found)
 
     def take(self, queue: Any, num_bytes: int) -> _Buffer:
-        """A buffer of at least so many bytes that nothing on the GPU uses any more."""
+        """A buffer of at least so many bytes that nothing on the GPU uses any more, for the work of
+        a torch stream."""
         size = max(SMALLEST, 1 << (num_bytes - 1).bit_length())
         with self._lock:
             free = self._free.setdefault(size, deque())

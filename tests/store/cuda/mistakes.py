@@ -31,6 +31,7 @@ from kvmem.store.cuda import (
     cost_model,
     device,
     events,
+    failing,
     guards,
     host_arena,
     timing,
@@ -527,7 +528,7 @@ MISTAKES: dict[str, Mistake] = {
         (fences,),
     ),
     "a_lasting_error_is_survived": Mistake(
-        device._Guard, "__exit__", "or self._device.is_lost()", "or False", (lost,)
+        failing.Guard, "__exit__", "or self._device.is_lost()", "or False", (lost,)
     ),
     "a_launch_that_raises_is_survived": Mistake(
         CudaDevice, "launch", "self._fail(error)", "return", (lost,)

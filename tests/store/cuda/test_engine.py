@@ -76,6 +76,9 @@ def test_two_torch_streams_plan_in_turns(doubles: Doubles, mode: str, seed: int)
         (double,) = made
         others = [double.torch.Stream(device=double.torch.ordinal) for _ in range(2)]
         work, rng = GoodWork(d, seed), random.Random(seed)
+        for number, other in enumerate(others):
+            with double.torch.stream(other):
+                d.step([d.create([number, 6, 7])])
         for _ in range(60):
             with double.torch.stream(rng.choice(others)):
                 work.run(1)
@@ -119,6 +122,7 @@ def test_a_layer_is_waited_for_when_it_is_touched(
     doubles("late")
     with Driver(num_layers=3, device="cuda", debug=False) as d:
         seq = moved_away(d, list(range(1, 7)))
+        d.hold("in")
         d.manager.swap_in([seq], by_layer=1)
         d.manager.append([seq], [9])
         waits: list[str] = []
@@ -131,6 +135,7 @@ def test_a_layer_is_waited_for_when_it_is_touched(
         monkeypatch.setattr(CudaDevice, "wait", wait)
         with d.manager.step([seq]) as step:
             one = torch.ones(1, 1, 4)
+            d.release("in")
             for layer in range(3):
                 layers = f"layers {layer} to {layer}"
                 assert any(layers in label for label in waits) == (layer == 0)
@@ -167,5 +172,4 @@ def test_the_ledger_never_waits_for_what_was_not_recorded(
                 d.manager.evict(2)
                 d.write(step)
             d.free(open_one)
-    assert len(waits) > 5
     assert "step" in waits

@@ -7,6 +7,7 @@ since it may still be on its way before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from cuda_kernels.block_copy import cuda_call as block_copy
 from cuda_kernels.cache_write import cuda_call as cache_write
 from cuda_kernels.cuda.array import DeviceArray
 from cuda_kernels.cuda.kernel import Launch
+from cuda_kernels.dtypes import STORAGE_DTYPES
 from cuda_kernels.frames import cuda_call as frames
 from cuda_kernels.plane import Plane
 from tests.cuda_double.memory import bytes_at
@@ -112,14 +114,6 @@ def _write(slots: DeviceArray, block_size: int, key: Any, value: Any, *rest: Any
     if not num_tokens:
         return
 
-    def spans() -> tuple[list[Span], list[Span]]:
-        used = view(slots)
-        used = used[used >= 0] // block_size
-        writes = []
-        for _, arena, plane in (key, value):
-            writes += plane_spans(arena, used, plane, num_heads, block_size)
-        return [span(slots)], writes
-
     def run() -> None:
         numbers = view(slots)
         kept = np.flatnonzero(numbers >= 0)
@@ -130,7 +124,47 @@ def _write(slots: DeviceArray, block_size: int, key: Any, value: Any, *rest: Any
             at = at + heads[None, :, None] * plane.head_stride + dims
             view(arena)[frames_of[:, None, None], at] = view(rows)[kept]
 
+    spans = _written(slots, block_size, key, value)
     _streams(slots).work(stream, "write kernel", run, spans)
+
+
+def _write_fp8(
+    slots: DeviceArray, block_size: int, kind: int, key: Any, value: Any, scales: Any, stream: int
+) -> None:
+    """`cache_write.cuda_call.write_fp8`."""
+    if not key[0].shape[0]:
+        return
+
+    def run() -> None:
+        names = [name for name, storage in STORAGE_DTYPES.items() if storage.kind == kind]
+        given = zip(("key_scale", "value_scale"), scales, strict=True)
+        cuda_kernels.write_kv(
+            view(key[1]), view(key[0]), view(value[0]), value_arena=view(value[1]),
+            dtype=names[0], kv_dtype="fp8_e4m3",
+            key_offset=key[2].offset, value_offset=value[2].offset,
+            block_size=block_size, num_kv_heads=key[0].shape[1],
+            head_dim=key[0].shape[2], value_dim=value[0].shape[2], slot_mapping=view(slots),
+            **{name: view(scale) for name, scale in given if scale is not None},
+        )  # fmt: skip
+
+    spans = _written(slots, block_size, key, value)
+    _streams(slots).work(stream, "write kernel", run, spans)
+
+
+def _written(
+    slots: DeviceArray, block_size: int, key: Any, value: Any
+) -> Callable[[], tuple[list[Span], list[Span]]]:
+    """What a write kernel reads and writes, by the slots when it starts."""
+
+    def spans() -> tuple[list[Span], list[Span]]:
+        used = view(slots)
+        used = used[used >= 0] // block_size
+        writes = []
+        for rows, arena, plane in (key, value):
+            writes += plane_spans(arena, used, plane, rows.shape[1], block_size)
+        return [span(slots)], writes
+
+    return spans
 
 
 def _copy(arena: DeviceArray, block_size: int, pairs: Any, planes: Any, stream: int) -> None:
@@ -184,4 +218,5 @@ def double_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "move", _move)
     monkeypatch.setattr(block_copy, "copy", _copy)
     monkeypatch.setattr(cache_write, "write", _write)
+    monkeypatch.setattr(cache_write, "write_fp8", _write_fp8)
     monkeypatch.setattr(attention, "attend", _attend)

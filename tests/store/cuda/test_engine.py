@@ -45,15 +45,17 @@ def test_the_example_engine_answers_as_on_the_cpu(
 def test_sync_and_each_policy(doubles: Doubles, wanted: list[list[int]]) -> None:
     doubles("random")
     assert answers(device="cuda", sync=True)[0] == wanted
-    for policy in ("exclusive", "inclusive", "write_through"):
-        try:
-            kvmem.Config(
-                num_layers=1, num_kv_heads=1, head_dim=4, device_blocks=4, tier_policy=policy
-            )
-        except kvmem.ConfigError:
-            continue
+    for policy in ("write_back", "write_through", "exclusive"):
         assert answers(device="cuda", tier_policy=policy)[0] == wanted
     assert answers(device="cuda", zero_on_free="cross_namespace")[0] == wanted
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_keys_and_values_in_fp8(doubles: Doubles, mode: str) -> None:
+    doubles(mode)
+    stored = {"kv_dtype": "fp8_e4m3", "k_scale": [0.5, 0.25], "v_scale": 2.0}
+    assert answers(device="cuda", **stored)[0] == answers(**stored)[0]
+    assert answers(device="cuda", debug=True, kv_dtype="fp8_e4m3")[0]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -382,6 +382,34 @@ def test_the_engine_answers_the_same_under_pressure(
     assert "tokens/s" in rows[0].note
 
 
+def test_sampled_tokens_stay_on_the_gpu(
+    bench: Bench, rows: list[Row], doubles: list[Double], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors count as the double's here, so that they go the way of a GPU."""
+    opened = managers.open_manager
+
+    def owning(*arguments: Any, **options: Any) -> kvmem.Manager:
+        manager = opened(*arguments, **options)
+        doubles[-1].owns_tensors = True
+        return manager
+
+    taken: list[object] = []
+    append = kvmem.manager.append_sampled
+
+    def noted(runtime: Any, seqs: Any, tokens: Any, counts: Any) -> bool:
+        found = append(runtime, seqs, tokens, counts)
+        if found:
+            taken.append(tokens)
+        return found
+
+    monkeypatch.setattr(serving, "open_manager", owning)
+    monkeypatch.setattr(kvmem.manager, "append_sampled", noted)
+    serving.sampled_case(bench, WORK)
+    right(rows)
+    assert rows[0].error == 0
+    assert len(taken) >= 3 * WORK.answer  # a warm-up and two turns
+
+
 def test_another_answer_fails_the_row(
     bench: Bench, rows: list[Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:

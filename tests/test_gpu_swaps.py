@@ -6,6 +6,7 @@ a counter. All figures in here are made up, and no file keeps them.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -22,7 +23,7 @@ import kvmem
 from kvmem.stress import StressOptions, run_stress
 from tests.cuda_double.opening import Double, install
 from tools import bench_gpu
-from tools.gpu import managers, overlap, serving, swaps
+from tools.gpu import machine, managers, overlap, serving, swaps
 from tools.gpu.clock import Budget, Spread, Timing
 from tools.gpu.managers import Shape
 from tools.gpu.overlap import Load
@@ -126,6 +127,28 @@ def test_a_case_that_fails_is_a_row_and_one_without_memory_is_named(
     assert managers.lacks_room(bench, spent, "large", 7 << 30)
     assert "6 GiB are free" in spent.left_out[-1]
     assert not managers.lacks_room(bench, spent, "small", 6 << 30)
+
+
+def test_without_what_a_manager_needs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sections say so and are no failure: the kernels were measured."""
+
+    def version_of(name: str) -> str:
+        if name == "nvidia-ml-py":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return {"numba": "0.68.5", "psutil": "5.9", "proclimits": "0.2.1"}.get(name, "13.0")
+
+    reason = machine.manager_lacks(version_of)
+    for words in ("psutil 5.9 is not >=6", "nvidia-ml-py is not installed"):
+        assert words in reason
+    assert "numba" not in reason
+    monkeypatch.setattr(bench_gpu, "manager_lacks", lambda: reason)
+    names = [name for name, plan in bench_gpu.SECTIONS.items() if plan.of_manager]
+    assert names == ["swap", "beside", "layers", "graph", "engine", "stress"]
+    record = Record(None, {})
+    assert bench_gpu.run_sections(bench, record, names, True, lambda line: None)
+    for name in names:
+        assert record.data["sections"][name]["note"] == reason
+        assert not record.data["sections"][name]["rows"]
 
 
 # -- swaps -----------------------------------------------------------------------------------------
@@ -505,6 +528,7 @@ def test_the_page_has_all_of_it_and_a_picture_each(
         raise RuntimeError("out of order")
 
     monkeypatch.setattr(overlap, "layers", broken)
+    monkeypatch.setattr(bench_gpu, "manager_lacks", lambda: "")
     names = ["swap", "beside", "layers", "graph", "engine", "stress"]
     file = tmp_path / "figures.json"
     record = Record(file, {"quick": True, "device": {}, "checks": []})

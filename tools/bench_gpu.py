@@ -27,7 +27,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from tools.gpu.clock import Budget, CudaClock  # noqa: E402
-from tools.gpu.machine import Missing, facts, find_missing  # noqa: E402
+from tools.gpu.machine import Missing, facts, find_missing, manager_lacks  # noqa: E402
 
 # The rest is imported where it runs: it needs packages that may be what is missing.
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class Plan(NamedTuple):
     about: str
     short: float
     whole: float
+    of_manager: bool = False
 
     def seconds(self, quick: bool) -> float:
         """What it may take."""
@@ -54,12 +55,20 @@ SECTIONS = {
     "moves": Plan("moves", "write_kv, copy_blocks, frames and swaps, beside torch", 20, 120),
     "launch": Plan("limits", "what a call costs the host", 10, 60),
     "fp8": Plan("attention", "decode with K and V in fp8_e4m3", 20, 200),
-    "swap": Plan("swaps", "a Manager's swaps by size of frame, beside the link", 30, 110),
-    "beside": Plan("overlap", "a decode step while blocks go out and come in", 15, 50),
-    "layers": Plan("overlap", "layers that arrive while others compute", 10, 40),
-    "graph": Plan("overlap", "a decode step as a CUDA graph, beside plain launches", 10, 30),
-    "engine": Plan("serving", "the example engine under pressure: the same answers", 15, 45),
-    "stress": Plan("serving", "kvmem stress: each byte checked", 40, 145),
+    "swap": Plan(
+        "swaps", "a Manager's swaps by size of frame, beside the link", 30, 110, of_manager=True
+    ),
+    "beside": Plan(
+        "overlap", "a decode step while blocks go out and come in", 15, 50, of_manager=True
+    ),
+    "layers": Plan("overlap", "layers that arrive while others compute", 10, 40, of_manager=True),
+    "graph": Plan(
+        "overlap", "a decode step as a CUDA graph, beside plain launches", 10, 30, of_manager=True
+    ),
+    "engine": Plan(
+        "serving", "the example engine under pressure: the same answers", 15, 45, of_manager=True
+    ),
+    "stress": Plan("serving", "kvmem stress: each byte checked", 40, 145, of_manager=True),
 }
 CHECKS = {
     "tests": Plan("correctness", "pytest -m gpu, of the kernels", 120, 500),
@@ -120,7 +129,7 @@ def run_sections(bench: Bench, record: Record, names: list[str], quick: bool, sa
         bench.keep = keep
         status, note = "done", ""
         try:
-            note = run(bench, budget)
+            note = (plan.of_manager and manager_lacks()) or run(bench, budget)
         except Exception as error:  # the others still say something
             status, right = f"failed: {type(error).__name__}: {str(error)[:300]}", False
             say(f"  {status}")

@@ -83,6 +83,7 @@ class Link:
             gpu = torch.zeros(num_bytes, dtype=torch.uint8, device=bench.place)
             self.ends[way] = (host, gpu) if way == OUT else (gpu, host)
         self.rates: dict[str, float] = {}  # bytes a second
+        self.cost_model: dict[str, Any] = {}  # of the last Manager
 
     def run(self, ways: tuple[str, ...], num_bytes: int) -> float:
         """Seconds of the host for as many bytes each way."""
@@ -158,7 +159,9 @@ class Sets:
             raise RuntimeError(f"{moved} blocks moved; {self.case.blocks} each way were to")
         vacate(self.manager)
         told = self.told + len(acts)
-        while self.told < told:  # they have ended: it is a matter of asking their events
+        for _ in range(10_000):  # they have ended: it is a matter of asking their events
+            if self.told >= told:
+                break
             self.manager.stats()
         return spent
 
@@ -227,9 +230,26 @@ def swap(bench: Bench, budget: Budget) -> str:
             run_case(bench, budget, case.name, lambda case=case: swap_case(bench, link, case))
     rates = ", ".join(f"{way} {rate / 1e9:,.1f} GB/s" for way, rate in link.rates.items())
     return (
-        f"the link: {rates}; times of the host from the call to the end of wait(), which looks at "
-        "the device at most every millisecond"
+        f"the link: {rates}; {model_words(link.cost_model)}; times of the host from the call to "
+        "the end of wait(), which looks at the device at least every millisecond"
     )
+
+
+def model_words(figures: dict[str, Any]) -> str:
+    """What the cost model chooses by (`CostModel.figures`)."""
+    ways = []
+    for direction in (OUT, IN):
+        for way, costs in figures.get(direction, {}).items():
+            if costs is None:
+                ways.append(f"{direction} {way} not there")
+                continue
+            rate = costs["gb_per_second"]
+            ways.append(
+                f"{direction} {way} {costs['per_call_us']:.3g} us a call, "
+                f"{costs['per_run_us']:.3g} us a run"
+                + (f", {rate:.3g} GB/s" if rate is not None else "")
+            )
+    return f"cost model ({figures.get('source', 'none')}): {'; '.join(ways)}"
 
 
 def swap_case(bench: Bench, link: Link, case: Case) -> None:
@@ -244,8 +264,10 @@ def swap_case(bench: Bench, link: Link, case: Case) -> None:
             ours | {f"copy {way}": copies[way] for way in ours},
             bench.case_seconds,
         )
-        wrong = int((sets.marks() != before).sum())
+        whole = all(isinstance(found[way], Spread) for way in ours)
+        wrong = int((sets.marks() != before).sum()) if whole else 0  # else the reasons say more
         facts = sets.facts()
+        link.cost_model = facts["cost_model"]
         for way in ours:
             bench.keep(_row(case, way, found, facts, sets.heard.get(way, []), link, wrong))
 
@@ -260,7 +282,8 @@ def _row(
         f"{facts[name]} {name.removeprefix('transfers_')}" for name in WAYS if facts[name]
     )
     runs = [f"{frames:.3g} {side}" for side, frames in facts["frames_a_run"].items()]
-    note = f"transfers: {chosen}; frames a run: {', '.join(runs)}"
+    locked = size(facts["host_locked_bytes"])
+    note = f"transfers: {chosen}; {locked} locked; frames a run: {', '.join(runs)}"
     if heard:
         middle = sorted(heard)[len(heard) // 2]
         note = f"by the device's events {1e3 * middle:.3g} ms; {note}"

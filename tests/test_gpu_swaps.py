@@ -22,9 +22,10 @@ import torch
 import kvmem
 from kvmem.stress import StressOptions, run_stress
 from tests.cuda_double.opening import Double, install
+from tests.test_gpu_ready import CountingClock
 from tools import bench_gpu
 from tools.gpu import machine, managers, overlap, serving, swaps
-from tools.gpu.clock import Budget, Spread, Timing
+from tools.gpu.clock import Budget, Spread
 from tools.gpu.managers import Shape
 from tools.gpu.overlap import Load
 from tools.gpu.record import Bench, Record, Row
@@ -37,18 +38,6 @@ WORK = Work(
     Shape(layers=2, kv_heads=2, dims=16, heads=2, block=4, dtype="float32"), 5, 8, 6, max_tokens=12,
     vocabulary=50,
 )  # fmt: skip
-
-
-class CountingClock:
-    """Each call takes a millisecond; nothing is waited for."""
-
-    def time(self, run: Any, first: int, calls: int) -> Timing:
-        for i in range(calls):
-            run(first + i)
-        return Timing(1e-3, True)
-
-    def wait(self) -> None:
-        pass
 
 
 @pytest.fixture
@@ -169,6 +158,54 @@ def test_frames_have_the_sizes_they_are_said_to_have(quick: bool) -> None:
         sizes.add(shape.block_bytes)
     assert (min(sizes), max(sizes)) == (16 << 10, 8 << 20)
     assert len(sizes) == (4 if quick else 10)
+
+
+def test_the_link_has_a_stream_each_way_and_waits_for_both(bench: Bench) -> None:
+    """The path of a GPU, with a torch that notes what is asked of it."""
+    log: list[str] = []
+    names = itertools.count()
+
+    class Stream:
+        def __init__(self) -> None:
+            self.name = f"stream {next(names)}"
+
+        def __enter__(self) -> None:
+            log.append(self.name)
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            log.append(f"wait for {self.name}")
+
+    class Tensor:
+        def __init__(self, where: str) -> None:
+            self.where = where
+
+        def __getitem__(self, some: slice) -> Tensor:
+            return Tensor(f"{self.where}[{some.stop}]")
+
+        def copy_(self, source: Tensor, *, non_blocking: bool) -> None:
+            assert non_blocking
+            log.append(f"{source.where} to {self.where}")
+
+    class Torch:
+        uint8 = torch.uint8
+        cuda = type("Cuda", (), {"Stream": Stream, "stream": staticmethod(lambda given: given)})
+
+        @staticmethod
+        def zeros(size: int, *, dtype: Any, pin_memory: bool = False, device: str = "") -> Tensor:
+            return Tensor("pinned" if pin_memory else device)
+
+    bench.place, bench.torch = "cuda", Torch
+    link = swaps.Link(bench, 9)
+    waits = ["wait for stream 0", "wait for stream 1"]
+    link.run((OUT,), 7)
+    assert log == ["stream 0", "cuda[7] to pinned[7]", *waits]
+    log.clear()
+    link.run((OUT, IN), 8)
+    both = ["stream 0", "cuda[8] to pinned[8]", "stream 1", "pinned[8] to cuda[8]"]
+    assert log == [*both, *waits]
 
 
 @pytest.mark.parametrize("scattered", [True, False])

@@ -90,7 +90,7 @@ bench: setup  ## measure; prints its own commands
 # Without a GPU it says what is missing. Everything it makes is in out/gpu.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 QUICK      ?=
-gpu:  ## on an NVIDIA GPU: its tests, then figures and a page of them (QUICK=1: 8 minutes)
+gpu:  ## on an NVIDIA GPU: its tests, then figures and a page of them (QUICK=1: 10 minutes)
 	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m tools.bench_gpu $(if $(filter-out 0,$(QUICK)),--quick) --json out/gpu/figures.json --html out/gpu/report.html $(ARGS)
 
 docs: $(STAMP)-docs  ## build the documentation into out/site

@@ -24,7 +24,17 @@ from tests.gpu.device import TorchDevice
 from tests.ptx.device import InterpretedDevice, needs_compiler
 from tests.ptx.machine import Buffer
 from tools import bench_gpu
-from tools.gpu import attention, correctness, kv, limits, machine, moves
+from tools.gpu import (
+    attention,
+    correctness,
+    kv,
+    limits,
+    machine,
+    moves,
+    overlap,
+    serving,
+    swaps,
+)
 from tools.gpu.clock import Budget, CudaClock, Spread, Timing, measure
 from tools.gpu.correctness import Check
 from tools.gpu.kv import Case
@@ -151,10 +161,11 @@ def test_dry_run(
 
 
 def test_each_section_exists_and_all_fit_their_minutes() -> None:
-    modules = {"limits": limits, "attention": attention, "moves": moves}
+    modules = {"limits": limits, "attention": attention, "moves": moves, "swaps": swaps,
+               "overlap": overlap, "serving": serving}  # fmt: skip
     for name, plan in bench_gpu.SECTIONS.items():
         assert callable(getattr(modules[plan.where], name))
-    for quick, minutes in ((True, 8), (False, 40)):
+    for quick, minutes in ((True, 10), (False, 45)):
         plans = [*bench_gpu.SECTIONS.values(), *bench_gpu.CHECKS.values()]
         assert sum(plan.seconds(quick) for plan in plans) <= 60 * minutes - 60  # compiling
 

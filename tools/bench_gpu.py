@@ -1,7 +1,7 @@
-"""Measures kvmem's kernels on an NVIDIA GPU: tests first, then figures, then a page.
+"""Measures kvmem on an NVIDIA GPU, kernels and a Manager: tests first, then figures, then a page.
 
-    make gpu                                        all of it, about 40 minutes at most
-    make gpu QUICK=1                                the short form, about 8 minutes at most
+    make gpu                                        all of it, about 45 minutes at most
+    make gpu QUICK=1                                the short form, about 10 minutes at most
     make gpu ARGS="decode moves"                    some sections, after the tests
 
 Nothing is measured if a test of the kernels fails. Figures are medians beside a limit or another
@@ -27,7 +27,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from tools.gpu.clock import Budget, CudaClock  # noqa: E402
-from tools.gpu.machine import Missing, facts, find_missing  # noqa: E402
+from tools.gpu.machine import Missing, facts, find_missing, manager_lacks  # noqa: E402
 
 # The rest is imported where it runs: it needs packages that may be what is missing.
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class Plan(NamedTuple):
     about: str
     short: float
     whole: float
+    of_manager: bool = False
 
     def seconds(self, quick: bool) -> float:
         """What it may take."""
@@ -49,11 +50,25 @@ class Plan(NamedTuple):
 
 SECTIONS = {
     "bandwidth": Plan("limits", "how fast the device copies and reads", 15, 60),
-    "decode": Plan("attention", "decode in bfloat16, beside SDPA and paged peers", 60, 500),
-    "prompt": Plan("attention", "a chunk of a prompt over cached tokens, beside SDPA", 35, 240),
+    "decode": Plan("attention", "decode in bfloat16, beside SDPA and paged peers", 60, 440),
+    "prompt": Plan("attention", "a chunk of a prompt over cached tokens, beside SDPA", 35, 200),
     "moves": Plan("moves", "write_kv, copy_blocks, frames and swaps, beside torch", 20, 120),
     "launch": Plan("limits", "what a call costs the host", 10, 60),
     "fp8": Plan("attention", "decode with K and V in fp8_e4m3", 20, 200),
+    "swap": Plan(
+        "swaps", "a Manager's swaps by size of frame, beside the link", 30, 110, of_manager=True
+    ),
+    "beside": Plan(
+        "overlap", "a decode step while blocks go out and come in", 15, 50, of_manager=True
+    ),
+    "layers": Plan("overlap", "layers that arrive while others compute", 10, 40, of_manager=True),
+    "graph": Plan(
+        "overlap", "a decode step as a CUDA graph, beside plain launches", 10, 30, of_manager=True
+    ),
+    "engine": Plan(
+        "serving", "the example engine under pressure: the same answers", 15, 45, of_manager=True
+    ),
+    "stress": Plan("serving", "kvmem stress: each byte checked", 40, 145, of_manager=True),
 }
 CHECKS = {
     "tests": Plan("correctness", "pytest -m gpu, of the kernels", 120, 500),
@@ -114,7 +129,7 @@ def run_sections(bench: Bench, record: Record, names: list[str], quick: bool, sa
         bench.keep = keep
         status, note = "done", ""
         try:
-            note = run(bench, budget)
+            note = (plan.of_manager and manager_lacks()) or run(bench, budget)
         except Exception as error:  # the others still say something
             status, right = f"failed: {type(error).__name__}: {str(error)[:300]}", False
             say(f"  {status}")

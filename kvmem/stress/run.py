@@ -61,6 +61,8 @@ def run_stress(options: StressOptions, *, progress: Tell | None = None) -> Stres
             device_blocks=1,
         )
     )
+    if options.device.startswith("cuda"):  # what a GPU's context keeps open is no leak of ours
+        Manager(options.config(0)).close()
     before = sys.getswitchinterval()
     run = _Run(options, progress)
     try:

@@ -16,11 +16,13 @@ import kvmem
 from kvmem.cli import main as cli
 from kvmem.cli import stress as cli_stress
 from kvmem.step import Step
+from kvmem.store.cuda import api
 from kvmem.store.device import Stream
 from kvmem.store.order import StepFences
 from kvmem.stress import StressOptions, StressReport, run_stress
 from kvmem.stress.ending import Ending
 from kvmem.stress.workload import Worker
+from tests.cuda_double.opening import install
 from tests.stress.planting import FlippedBytes, around, stressed
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -63,6 +65,23 @@ def test_runs_without_a_breach(name: str, seed: int) -> None:
         assert report.counted["swap_outs"] > 20
         assert report.counted["bytes_in_done"] > 0
         assert report.counted["prefix_hit_tokens"] > 0
+
+
+def test_what_a_gpu_opens_once_is_no_leak(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """A context of CUDA opens files that stay open, as its first Manager does here."""
+    install(monkeypatch, seed, "eager")
+    open_double, opened = api.open_cuda, list[int]()
+
+    def opening(name: str) -> Any:
+        if not opened:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+        return open_double(name)
+
+    monkeypatch.setattr(api, "open_cuda", opening)
+    report = stressed(seed=seed, device="cuda", ops=40, sequences=4)
+    os.close(opened[0])
+    assert report.leaks.findings() == []
+    assert report.ok
 
 
 @pytest.mark.parametrize("threads", [1, 4])

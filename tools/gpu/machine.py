@@ -34,6 +34,14 @@ LIBRARIES: dict[str, dict[int, str]] = {
     "nvvm": {12: "nvidia-cuda-nvcc-cu12", 13: "nvidia-nvvm"},
     "nvJitLink": {12: "nvidia-nvjitlink-cu12", 13: "nvidia-nvjitlink"},
 }
+#: What a Manager on a GPU needs beside: without it kernels can be measured, and it can't.
+OF_A_MANAGER: dict[str, tuple[str, str]] = {
+    "numba": PACKAGES["numba"][:2],
+    "psutil": ("6", ""),
+    "nvidia-ml-py": ("12.560", ""),
+    "proclimits": ("0.2", "0.3"),
+    "cuda-bindings": ("", ""),
+}
 _NO_DRIVER = "no NVIDIA driver: libcuda.so.1 can't be loaded; the machine's system brings it"
 
 
@@ -108,6 +116,21 @@ def find_missing(
                 f"CUDA's library {name} {problem}; {packages[major]} brings it: {extra}{toolkit}"
             )
     return Missing(tuple(lines), tuple(warnings), no_gpu=bool(driver.problem))
+
+
+def manager_lacks(version_of: VersionOf = importlib.metadata.version) -> str:
+    """Why no Manager can be measured here; empty if one can."""
+    lines = []
+    for name, (least, below) in OF_A_MANAGER.items():
+        try:
+            version = version_of(name)
+        except importlib.metadata.PackageNotFoundError:
+            lines.append(f"{name} is not installed")
+            continue
+        wanted = outside(version, least, below)
+        if wanted:
+            lines.append(f"{name} {version} is not {wanted}")
+    return f"not measured, a Manager needs more: {'; '.join(lines)}" if lines else ""
 
 
 def check_torch() -> str:

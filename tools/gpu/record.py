@@ -31,6 +31,7 @@ class Row:
     operations: int = 0  # floating-point operations of a call, where they are what counts
     error: float | None = None  # largest difference from another implementation's result
     allowed_error: float | None = None
+    note: str = ""  # what else a reader should know
 
     @property
     def failed(self) -> bool:
@@ -48,6 +49,8 @@ class Row:
         for name, other in self.others.items():
             ratio = other if isinstance(other, str) else f"{other.median / self.ours.median:.2f}x"
             parts.append(f"{name} {ratio}")
+        if self.note:
+            parts.append(self.note)
         if self.failed:
             parts.append(f"WRONG: off by {self.error:.3g}, allowed {self.allowed_error:.3g}")
         return f"{self.name}: {', '.join(parts)}"
@@ -69,6 +72,7 @@ class Bench:
     read_rate: float = 0.0  # 0: not measured in this run
     copy_rate: float = 0.0
     keep: Callable[[Row], None] = lambda row: None
+    now: Callable[[], float] = time.perf_counter  # for what is timed on the host
 
     def array(self, tensor: Any) -> Any:
         """A tensor as the kernels take it."""

@@ -34,6 +34,12 @@ TITLES = {
     "prompt": "A chunk of a prompt over cached tokens",
     "moves": "Moves: share of the rate of copying",
     "launch": "What a call costs the host",
+    "swap": "Swaps of a Manager: share of the link",
+    "beside": "A decode step beside swaps: share of the speed alone",
+    "layers": "Layers that arrive while others compute: share of the limit",
+    "graph": "A decode step as a CUDA graph",
+    "engine": "The example engine under pressure",
+    "stress": "Stress: each byte checked",
 }
 
 
@@ -86,7 +92,8 @@ def _head(data: dict[str, Any]) -> str:
         "brackets the 10th and 90th percentile. Layers are taken in turn, so that none is in the "
         "L2 cache when it comes again. SDPA has its K and V contiguous, paged peers have their "
         "pages in order, ours lie scattered. In a figure marked * the device "
-        "waited for the host.</p>"
+        "waited for the host. What a Manager does (from the section of swaps on) is timed on the "
+        "host, from a call to the end of its work, as an engine has it.</p>"
     )
 
 
@@ -190,8 +197,9 @@ def _table(rows: list[dict[str, Any]]) -> str:
         if row["error"] is not None:
             error = f"{row['error']:.2g} (allowed {row['allowed_error']:.2g})"
         cells.append(f"<span class=wrong>WRONG {error}</span>" if row["failed"] else error)
+        cells.append(_text(row.get("note", "")))
         body.append("<tr>" + "".join(f"<td>{cell}" for cell in cells))
-    head = ("case", "ours", "rate", "share", "others", "off from SDPA")
+    head = ("case", "ours", "rate", "share", "others", "wrong, or off by", "note")
     heads = "".join(f"<th>{name}" for name in head)
     return f"<div class=wide><table><tr>{heads}{''.join(body)}</table></div>"
 

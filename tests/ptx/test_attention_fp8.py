@@ -30,8 +30,8 @@ FP8_KERNELS = {
 }
 #: Shapes of each kernel for sm_90, and of some for sm_80, where other instructions widen.
 SHAPES = {
-    ((9, 0), "tensor"): 12, ((8, 0), "tensor"): 12,
-    ((9, 0), "ordinary"): 10, ((8, 0), "ordinary"): 12,
+    ((9, 0), "tensor"): 16, ((8, 0), "tensor"): 12,
+    ((9, 0), "ordinary"): 13, ((8, 0), "ordinary"): 12,
 }  # fmt: skip
 CASES = [((9, 0), cores, key) for cores, kernels in FP8_KERNELS.items() for key in kernels]
 SOME = ((FP8_E4M3, 96, 1), (FP8_E4M3, 128, 2), (FP8_E4M3, 4, 128))

@@ -241,7 +241,7 @@ def test_move_frames(seed: int, device: InterpretedDevice, capability: tuple[int
 @CAPABILITIES
 def test_fill_frames(seed: int, device: InterpretedDevice, capability: tuple[int, int]) -> None:
     rng = np.random.default_rng(seed)
-    for _ in range(SHAPES[capability] // 2):
+    for _ in range(SHAPES[capability]):
         device.clear()
         element = str(rng.choice(["uint8", "uint16", "float32"]))
         unit = max(int(rng.choice([1, 2, 4, 16])), np.dtype(element).itemsize)

@@ -19,7 +19,7 @@ from tests.ptx.test_moves import cuts, integers, on_device, same_bits
 pytestmark = needs_compiler
 
 MORE = int(os.environ.get("KVMEM_PTX_SHAPES", "1"))
-SHAPES = {(9, 0): 60 * MORE, (8, 0): 12 * MORE}
+SHAPES = {(9, 0): 160 * MORE, (8, 0): 32 * MORE}
 CAPABILITIES = pytest.mark.parametrize("capability", list(SHAPES), ids=["sm_90", "sm_80"])
 #: Rows that are written in pieces of 16 bytes, and such that aren't.
 WIDTHS = pytest.mark.parametrize("width", [64, 60], ids=["pieces", "elements"])

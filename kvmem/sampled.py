@@ -129,7 +129,7 @@ class SampledTokens:
         wrong = (values < 0) | (values > MAX_TOKEN)
         kept = ~self._gone(batch)
         if wrong.any():
-            owners = np.repeat(batch.records, batch.counts)[wrong]
+            owners = np.repeat(batch.records, batch.counts)[wrong & np.repeat(kept, batch.counts)]
             LOG.error(
                 "%d tokens sampled on the GPU are outside [0, 2**31), the first is %d; their "
                 "sequences are not published",

@@ -132,5 +132,5 @@ def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(MissingLibrary, match=r"cuda-core is not installed.*kvmem\[cuda\]"):
+    with pytest.raises(MissingLibrary, match=r"cuda-core is not installed.*kvmem\[cuda13\]"):
         GpuDevice()

@@ -119,10 +119,14 @@ class Moved:
 
 def num_runs(target_ids: FrameIds, source_ids: FrameIds) -> int:
     """How many runs of pairs follow each other in both arenas. O(pairs)."""
-    if not len(target_ids):
-        return 0
-    goes_on = (np.diff(target_ids) == 1) & (np.diff(source_ids) == 1)
-    return len(target_ids) - int(np.count_nonzero(goes_on))
+    return len(run_starts(target_ids, source_ids))
+
+
+def run_starts(target_ids: FrameIds, source_ids: FrameIds) -> NDArray[np.intp]:
+    """Where runs of pairs begin that follow each other in both arenas. O(pairs)."""
+    begins = np.ones(len(target_ids), np.bool_)
+    begins[1:] = (np.diff(target_ids) != 1) | (np.diff(source_ids) != 1)
+    return np.flatnonzero(begins)
 
 
 NOTHING_MOVED = Moved(0, 0, 0)

@@ -18,7 +18,11 @@ LONG = "not case_25 and not case_5_"  # thousands of steps about counts, which n
 
 
 def test_the_public_api_behaves_as_on_the_cpu(seed: int) -> None:
-    mode = MODES[seed % len(MODES)]
+    run_suites("sim", MODES[seed % len(MODES)], seed)
+
+
+def run_suites(device: str, mode: str, seed: int) -> None:
+    """All of them, in a process of their own."""
     print("mode", mode)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-k", LONG, *(f"tests/{s}" for s in SUITES)],
@@ -26,7 +30,7 @@ def test_the_public_api_behaves_as_on_the_cpu(seed: int) -> None:
         env={
             **os.environ,
             "KVMEM_SEED": str(seed),
-            "KVMEM_TEST_DEVICE": "sim",
+            "KVMEM_TEST_DEVICE": device,
             "KVMEM_TEST_MODE": mode,
         },
         capture_output=True,

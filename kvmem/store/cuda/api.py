@@ -64,6 +64,15 @@ class Cuda:
             return results[0] if results else None
         return tuple(results)
 
+    def copy_async(
+        self, target: int, source: int, num_bytes: int, direction: int, queue: Any
+    ) -> None:
+        """Queue one copy on a torch stream; ``direction`` is one of the two above. Raises
+        CudaError."""
+        kind = self.runtime.cudaMemcpyKind(direction)
+        with self.here():
+            self.call("cudaMemcpyAsync", target, source, num_bytes, kind, queue.cuda_stream)
+
     def is_lost(self, handle: int) -> bool:
         """Whether an error lasts: the stream does not even answer (the context is gone)."""
         success, not_ready = 0, 600

@@ -26,7 +26,7 @@ from kvmem.store.cuda.cost_figures import WAYS, Direction, Way
 from kvmem.store.cuda.cost_model import CostModel
 from kvmem.store.cuda.pinning import Pinned
 from kvmem.store.cuda.uploads import Uploads
-from kvmem.store.device import FrameIds, Memory, Stream
+from kvmem.store.device import FrameIds, Memory, Stream, num_runs, run_starts
 
 #: Bytes of the buffer that frames are gathered in, one for each direction that needs it.
 STAGING_BYTES = 16 << 20
@@ -111,20 +111,20 @@ class Copies:
 
     def _choose(self, direction: Direction, sides: Sides) -> Way:
         size = sides.gpu.frame_bytes
-        num_runs = _num_runs(sides.gpu_ids, sides.host_ids)
-        if self.model is None or num_runs == 1:
+        found_runs = num_runs(sides.gpu_ids, sides.host_ids)
+        if self.model is None or found_runs == 1:
             return "copies"
-        host_runs = num_runs
+        host_runs = found_runs
         if size <= STAGING_BYTES:
             ordered = np.sort(sides.host_ids)
-            host_runs = min(num_runs, _num_runs(ordered, ordered))
+            host_runs = min(found_runs, num_runs(ordered, ordered))
         num_bytes = len(sides.gpu_ids) * size
-        return self.model.choose(direction, num_runs, num_bytes, num_host_runs=host_runs)
+        return self.model.choose(direction, found_runs, num_bytes, num_host_runs=host_runs)
 
     def _runs(self, sides: Sides) -> tuple[list[int], list[int], list[int]]:
         """Addresses on the GPU, on the host, and bytes, of the pieces that one copy can be."""
         size = sides.gpu.frame_bytes
-        first = _starts(sides.gpu_ids, sides.host_ids)
+        first = run_starts(sides.gpu_ids, sides.host_ids)
         sizes = np.diff(np.append(first, len(sides.gpu_ids))) * size
         gpu = sides.gpu.address + sides.gpu_ids[first].astype(np.int64) * size
         host = sides.host.address + sides.host_ids[first].astype(np.int64) * size
@@ -230,14 +230,3 @@ class _Buffer:
     @property
     def bytes(self) -> NDArray[np.uint8]:
         raise TypeError("a staging buffer lies on the GPU")
-
-
-def _starts(first_ids: FrameIds, second_ids: FrameIds) -> NDArray[np.intp]:
-    """Where runs of pairs begin that follow each other on both sides. O(pairs)."""
-    begins = np.ones(len(first_ids), np.bool_)
-    begins[1:] = (np.diff(first_ids) != 1) | (np.diff(second_ids) != 1)
-    return np.flatnonzero(begins)
-
-
-def _num_runs(first_ids: FrameIds, second_ids: FrameIds) -> int:
-    return len(_starts(first_ids, second_ids))

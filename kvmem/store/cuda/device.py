@@ -24,7 +24,7 @@ from kvmem.store.cuda.api import Cuda
 from kvmem.store.cuda.arena import CudaArena, keep_for_good
 from kvmem.store.cuda.copies import Copies
 from kvmem.store.cuda.cost_model import CostModel
-from kvmem.store.cuda.events import CudaFence, EventPool
+from kvmem.store.cuda.events import LAST_LOOK, CudaFence, EventPool, look_until
 from kvmem.store.cuda.failing import Guard
 from kvmem.store.cuda.host_arena import HostArena
 from kvmem.store.cuda.pinning import Progress
@@ -46,8 +46,6 @@ from kvmem.store.device import (
 
 LOG = logging.getLogger("kvmem")
 
-#: Seconds between two looks at a fence that the host waits for: at first, and at most.
-FIRST_LOOK, LAST_LOOK = 20e-6, 1e-3
 #: Seconds that ``close`` gives the streams to end what they were given.
 CLOSE_SECONDS = 5.0
 
@@ -183,17 +181,8 @@ class CudaDevice(Device):
         return own.reached
 
     def synchronize(self, fence: Fence, timeout: float | None = None) -> bool:
-        """Wait on the host for ``fence``, looking at it every 20 us, then ever less often, up to
-        every millisecond. Raises ``DeviceUnavailable``, ``ManagerClosed``."""
-        end = None if timeout is None else time.monotonic() + timeout
-        pause = FIRST_LOOK
-        while not self.query(fence):
-            self.check(fence.label)
-            if end is not None and time.monotonic() >= end:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, LAST_LOOK)
-        return True
+        """Wait on the host for ``fence``. Raises ``DeviceUnavailable``, ``ManagerClosed``."""
+        return look_until(lambda: self.query(fence), lambda: self.check(fence.label), timeout)
 
     # --- work -----------------------------------------------------------------------------------
 

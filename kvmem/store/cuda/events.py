@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from kvmem.store.cuda.api import Cuda
 from kvmem.store.device import Fence
+
+#: Seconds between two looks at what the host waits for: at first, and at most.
+FIRST_LOOK, LAST_LOOK = 20e-6, 1e-3
+
+
+def look_until(
+    reached: Callable[[], bool], check: Callable[[], None], timeout: float | None = None
+) -> bool:
+    """Look ever less often until ``reached``; False when ``timeout`` seconds passed first.
+    ``check`` raises what makes waiting useless."""
+    end = None if timeout is None else time.monotonic() + timeout
+    pause = FIRST_LOOK
+    while not reached():
+        check()
+        if end is not None and time.monotonic() >= end:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, LAST_LOOK)
+    return True
 
 
 class EventPool:

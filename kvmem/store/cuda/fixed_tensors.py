@@ -80,9 +80,8 @@ class FixedOnGpu:
             rows = twin.arrays.fill(arrays, table)
             table_at, dtype, (_, columns), _ = self._places["block_table"]
             size = table_at + max(rows, self._rows_there) * columns * dtype.itemsize
-            kind: Any = cuda.runtime.cudaMemcpyKind(HOST_TO_DEVICE)
             target, source = self._memory.data_ptr(), twin.host.data_ptr()
-            cuda.call("cudaMemcpyAsync", target, source, size, kind, queue.cuda_stream)
+            cuda.copy_async(target, source, size, HOST_TO_DEVICE, queue)
             self._rows_there, self.arrays = rows, twin.arrays
             twin.event.record(queue)
         finally:

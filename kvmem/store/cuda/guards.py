@@ -10,7 +10,7 @@ import numpy as np
 
 from kvmem.store.cuda.arena import CudaArena
 from kvmem.store.cuda.device import CudaDevice
-from kvmem.store.device import FrameIds, Stream
+from kvmem.store.device import FrameIds, Stream, run_starts
 
 ZERO, POISON = 0x00, 0xFF
 
@@ -24,8 +24,8 @@ class CudaFiller:
     def fill(self, frames: FrameIds) -> None:
         """Queue a memset on OUT for each run of frames. To be called in a `launch` there."""
         handle = self._device.handle(Stream.OUT)
-        ordered = np.sort(frames).astype(np.int64)
-        starts = np.flatnonzero(np.diff(ordered, prepend=-2) != 1)
+        ordered = np.sort(frames)
+        starts = run_starts(ordered, ordered)
         counts = np.diff(np.append(starts, len(ordered)))
         size = self._arena.frame_bytes
         for first, count in zip(ordered[starts].tolist(), counts.tolist(), strict=True):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvmem.store.cuda.api import DEVICE_TO_HOST
-from kvmem.store.cuda.device import FIRST_LOOK, LAST_LOOK, CudaDevice
+from kvmem.store.cuda.device import CudaDevice
+from kvmem.store.cuda.events import look_until
 from kvmem.store.device import Stream
 
 _BYTES = 8  # of a token id here
@@ -27,13 +25,9 @@ class Sampled:
         self._buffer = device.uploads.take(queue, max(num_bytes, 1))
         self.values = self._buffer.device[:num_bytes].view(torch.int64)
         self.values.copy_(tensor)
-        cuda = device.cuda
         if num_bytes:
-            kind: Any = cuda.runtime.cudaMemcpyKind(DEVICE_TO_HOST)
             target, source = self._buffer.host.data_ptr(), self._buffer.device.data_ptr()
-            with cuda.here():
-                arguments = (target, source, num_bytes, kind, queue.cuda_stream)
-                cuda.call("cudaMemcpyAsync", *arguments)
+            device.cuda.copy_async(target, source, num_bytes, DEVICE_TO_HOST, queue)
         self._buffer.event.record(queue)
 
     def arrived(self) -> bool:
@@ -42,11 +36,7 @@ class Sampled:
 
     def wait(self) -> None:
         """Wait on the host until they are. Raises what made the device fail."""
-        pause = FIRST_LOOK
-        while not self.arrived():
-            self._device.check("sampled tokens")
-            time.sleep(pause)
-            pause = min(2 * pause, LAST_LOOK)
+        look_until(self.arrived, lambda: self._device.check("sampled tokens"))
 
     def on_host(self) -> NDArray[np.int64]:
         """The values, once they have arrived; a copy."""

@@ -37,6 +37,7 @@ class StepTensors:
             self._upload = device.uploads.upload(queue, [getattr(arrays, name) for name in NAMES])
         self._table: Upload | None = None
         self._made: dict[str, torch.Tensor] = {}
+        self._operands: Operands | None = None  # made once: each layer asks twice
 
     def tensor(self, name: str) -> torch.Tensor:
         """One of `NAMES`, as a tensor on the GPU."""
@@ -71,13 +72,16 @@ class StepTensors:
     def operands(self, rows: NDArray[np.int32]) -> Operands:
         """What the kernels take, the table included. Not in a capture: see `refuse_capture`."""
         self._device.cuda.refuse_capture()
+        if self._operands is not None:
+            return self._operands
         table, starts = self._uploaded(rows).arrays
         _, _, slots, lengths, begins, _ = self._upload.arrays
         flat = DeviceArray(
             table.address, (table.shape[0] * table.shape[1],), table.dtype, table.device
         )
         longest, most = self._arrays.max_seq_len, self._arrays.max_query_len
-        return Operands(slots, flat, starts, lengths, begins, longest, most)
+        self._operands = Operands(slots, flat, starts, lengths, begins, longest, most)
+        return self._operands
 
     def release(self) -> None:
         """Whoever read the tensors has given its work to COMPUTE."""

@@ -108,13 +108,9 @@ class Uploads:
             buffer.host_bytes[place : place + array.nbytes] = flat
         address = buffer.device.data_ptr()
         if end:
-            kind: Any = self._cuda.runtime.cudaMemcpyKind(HOST_TO_DEVICE)
             source = buffer.host.data_ptr()
             try:
-                with self._cuda.here():
-                    self._cuda.call(
-                        "cudaMemcpyAsync", address, source, end, kind, queue.cuda_stream
-                    )
+                self._cuda.copy_async(address, source, end, HOST_TO_DEVICE, queue)
             except RuntimeError:  # nothing was queued
                 with self._lock:
                     self._free[len(buffer.host_bytes)].appendleft(buffer)

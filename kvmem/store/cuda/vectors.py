@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
 from cuda_kernels.cuda.array import DeviceArray
+from kvmem.store.cuda.arrays import FLOAT32, device_array
 from kvmem.store.cuda.device import CudaDevice
 from kvmem.store.cuda.uploads import Upload
 from kvmem.store.device import Stream
 from kvmem.store.tensors import head_vector
-
-_FLOAT32 = np.dtype(np.float32)
 
 
 class Vectors:
@@ -33,7 +31,7 @@ class Vectors:
         if isinstance(vector, torch.Tensor):
             plain = vector.dtype == torch.float32 and vector.is_contiguous()
             if cuda.owns(vector) and plain and tuple(vector.shape) == (num_heads,):
-                return DeviceArray(vector.data_ptr(), (num_heads,), _FLOAT32, cuda.kernels)
+                return device_array(vector, FLOAT32, cuda.kernels)
             if vector.device.type != "cpu" and cuda.is_capturing():
                 raise _not_there(name)
         numbers = head_vector(name, vector, num_heads)

@@ -453,7 +453,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # the GPU that is current
     "upload_on_another_gpu": Mistake(
-        uploads.Uploads, "upload", _HERE, "if True:", (small_uploads,)
+        api.Cuda, "copy_async", "with self.here():", "if True:", (small_uploads,)
     ),
     "copy_on_another_gpu": Mistake(
         CudaDevice, "copy_async", "with self.cuda.here():", "if True:", (transfers,)

@@ -5,34 +5,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 from tests.cuda_double.opening import MODES
-
-ROOT = Path(__file__).resolve().parents[3]
-SUITES = ["test_manager.py", "test_manager_tiers.py", "test_manager_views.py", "test_cases.py"]
-LONG = "not case_25 and not case_5_"  # thousands of steps about counts, which no device changes
+from tests.sim.test_suites import run_suites
 
 
 def test_the_public_api_behaves_as_on_the_cpu(seed: int) -> None:
-    mode = MODES[seed % len(MODES)]
-    print("mode", mode)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-k", LONG, *(f"tests/{s}" for s in SUITES)],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "KVMEM_SEED": str(seed),
-            "KVMEM_TEST_DEVICE": "cuda",
-            "KVMEM_TEST_MODE": mode,
-        },
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    print(done.stdout.splitlines()[-1])
+    run_suites("cuda", MODES[seed % len(MODES)], seed)

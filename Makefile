@@ -25,7 +25,7 @@ export KVMEM_PROFILE ?= ci
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run test test-all test-bounds test-coverage sim soak threads lint bench gpu docs clean
+.PHONY: help setup run test test-all test-kernels test-bounds test-coverage sim soak threads lint bench gpu docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | sort | expand -t 16
@@ -47,10 +47,14 @@ $(STAMP): pyproject.toml constraints.txt
 run: setup  ## the main job: a real model served under swap pressure (ARGS="--help" for options)
 	$(BIN)/python tools/serve.py $(ARGS)
 
-test: setup test-all test-bounds test-coverage  ## all tests that need neither a GPU nor a browser
+test: setup test-all test-kernels test-bounds test-coverage  ## all tests that need neither a GPU nor a browser
 
 test-all: setup
-	$(PYTEST) -n $(JOBS) --dist worksteal -m 'not gpu and not browser and not threads' $(ARGS)
+	$(PYTEST) -n $(JOBS) --dist worksteal -m 'not gpu and not browser and not threads' --ignore tests/ptx $(ARGS)
+
+# CUDA kernels compiled, inspected and interpreted: a stage of its own, since compiling takes most of it.
+test-kernels: setup
+	$(PYTEST) -n $(JOBS) --dist worksteal tests/ptx $(ARGS)
 
 # numba's cache does not know about this switch, so it gets a folder of its own.
 test-bounds: setup

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import random
@@ -41,6 +42,8 @@ os.environ.setdefault(
 )
 # pytest has imported numba by now, for a category of warnings in pyproject.toml.
 numba.config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"]
+# Compiling makes millions of small objects; the collector's walks through them are a tenth of it.
+gc.set_threshold(200_000)
 # In the environment, so that the processes which tests start draw from the same seed.
 SEED = int(os.environ.setdefault("KVMEM_SEED", str(random.SystemRandom().randrange(2**31))))
 

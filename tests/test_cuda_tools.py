@@ -105,7 +105,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, int]
         source: KernelSource, capability: tuple[int, int], folder: Path | None
     ) -> Compiled:
         asked.append((source.name, capability))
-        return Compiled(source.name, b"", b"", from_cache=len(asked) % 2 == 0)
+        return Compiled(source.name, b"", b"", "", from_cache=len(asked) % 2 == 0)
 
     monkeypatch.setattr(kernel_cache, "compile_kernel", compile_kernel)
     return asked

@@ -3,8 +3,8 @@
     python -m tools.kernel_table            print the table; exit status 1 if a claim is broken
     python -m tools.kernel_table --write    and put it into docs/kernels.md
 
-Registers, stack and spills are what the assembler in nvJitLink tells of the code it makes, which
-is the code that would be loaded; loads and matrix instructions are counted in its disassembly.
+Registers, stack and spills are what the assembler in nvJitLink told when it made the code that
+would be loaded; loads and matrix instructions are counted in its disassembly.
 Nothing here needs a GPU.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cuda_kernels.cuda.compile import TOOLS, MissingLibrary, compile_kernel, require_distribution
+from cuda_kernels.cuda.compile import TOOLS, MissingLibrary, compile_for_each, require_distribution
 from cuda_kernels.cuda.kernel import KernelSource
 from cuda_kernels.cuda.registry import shipped_kernels
 
@@ -122,32 +122,28 @@ def disassembler() -> str:
     return found
 
 
-def facts_of(source: KernelSource, capability: tuple[int, int], folder: Path = CACHE) -> Facts:
-    """Compile, or take from the cache, and look. About 0.6 s from the cache."""
-    made = compile_kernel(source, capability, folder)
-    code = disassemble(made.cubin)
-    return Facts(
-        source,
-        capability,
-        linked(made.ptx, capability),
-        wide_loads=len(_WIDE.findall(code)),
-        matrix_products=len(_MATRIX.findall(code)),
-        local_accesses=len(_LOCAL.findall(code)),
-    )
-
-
-def linked(ptx: bytes, capability: tuple[int, int]) -> Resources:
-    """What nvJitLink tells of the code that it makes of some PTX."""
-    from cuda.core import Linker, LinkerOptions, ObjectCode
-
-    options = LinkerOptions(arch=f"sm_{capability[0]}{capability[1]}", verbose=True)
-    linker = Linker(ObjectCode.from_ptx(ptx), options=options)
-    linker.link("cubin")
-    return read_log(linker.get_info_log())
+def facts_of(source: KernelSource, folder: Path = CACHE) -> list[Facts]:
+    """For each of `CAPABILITIES`: compile, or take from the cache (then 1 s), and look."""
+    found = []
+    for capability, made in zip(
+        CAPABILITIES, compile_for_each(source, CAPABILITIES, folder), strict=True
+    ):
+        code = disassemble(made.cubin)
+        found.append(
+            Facts(
+                source,
+                capability,
+                read_log(made.log),
+                wide_loads=len(_WIDE.findall(code)),
+                matrix_products=len(_MATRIX.findall(code)),
+                local_accesses=len(_LOCAL.findall(code)),
+            )
+        )
+    return found
 
 
 def assembled(ptx: bytes, capability: tuple[int, int], ptxas: str) -> Resources:
-    """The same from a ptxas, which may be of another release."""
+    """What a ptxas, which may be of another release than the linker, tells of some PTX."""
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "kernel.ptx"
         text.write_bytes(ptx)
@@ -237,7 +233,7 @@ def main(arguments: list[str] | None = None, show: Callable[[str], None] = print
     if reason:
         show(f"no table: {reason}")
         return 2
-    facts = {source: [facts_of(source, c) for c in CAPABILITIES] for source in shipped_kernels()}
+    facts = {source: facts_of(source) for source in shipped_kernels()}
     show(table(facts))
     broken = [text for found in facts.values() for fact in found for text in fact.breaches()]
     for text in broken:

@@ -40,6 +40,7 @@ KERNELS = {
         THREADS,
         (("kind", kind), ("heads", heads), ("width", width)),
         blocks=BLOCKS[heads],
+        by_capability=kind == FP8_E4M3,  # how numbers are widened
         claims=Claims(_REGISTERS[BLOCKS[heads]], min_wide_loads=1),  # the loop over a row of K
     )
     for kind in (FLOAT32, BFLOAT16, FLOAT16, FP8_E4M3)
@@ -67,6 +68,7 @@ TENSOR_KERNELS = {
         THREADS,
         (("kind", kind), ("dims", dims), ("tiles", tiles)),
         blocks=blocks,
+        by_capability=kind == FP8_E4M3,
         # Of K and V, 16 positions a turn; some more of q.
         claims=Claims(
             _REGISTERS[blocks],

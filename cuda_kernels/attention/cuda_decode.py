@@ -24,7 +24,7 @@ from typing import Any
 
 from numba import cuda, float32, int32, int64
 
-from cuda_kernels.attention.cuda_fp8 import add_word, load_fp8, widening
+from cuda_kernels.attention.cuda_fp8 import OLDEST, add_word, load_fp8, widening
 from cuda_kernels.attention.cuda_parts import LOWEST, bend, find_row, load_element, load_index
 from cuda_kernels.attention.cuda_splits import WARPS, begin_splits, end_split, store_results
 from cuda_kernels.cuda.prims import (
@@ -102,12 +102,14 @@ def weigh(score: Any, top: Any, total: Any) -> Any:
     return weight, peak, total * factor + weight, factor
 
 
-def attend(kind: int, heads: int, width: int, capability: tuple[int, int]) -> Callable[..., Any]:
+def attend(
+    kind: int, heads: int, width: int, capability: tuple[int, int] = OLDEST
+) -> Callable[..., Any]:
     """The kernel for K and V of a dtype, query heads a block, and at most `width` dims.
 
-    With fp8_e4m3, `query_kind` is the dtype of queries and results, and what is stored is
-    multiplied by a float32 a KV head; else queries and results are of K's dtype, and the three
-    are not used.
+    With fp8_e4m3, `query_kind` is the dtype of queries and results, what is stored is multiplied
+    by a float32 a KV head, and the code differs by compute capability; else queries and results
+    are of K's dtype, and the three are not used.
 
     Addresses and strides in bytes. 0 as an address: not given; as window or softcap: off.
     """

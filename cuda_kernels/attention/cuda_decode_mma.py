@@ -199,12 +199,14 @@ def share_part(
                         shared[at * dims + d + 1] = sums[part + 2] * by
 
 
-def attend(kind: int, dims: int, tiles: int, capability: tuple[int, int]) -> Callable[..., Any]:
+def attend(
+    kind: int, dims: int, tiles: int, capability: tuple[int, int] = cuda_fp8.OLDEST
+) -> Callable[..., Any]:
     """The kernel for K and V of a dtype, head and value size, and 8 * tiles query heads a block.
 
-    With fp8_e4m3, `query_kind` is the dtype of queries and results, and what is stored is
-    multiplied by a float32 a KV head; else queries and results are of K's dtype, and the three
-    are not used.
+    With fp8_e4m3, `query_kind` is the dtype of queries and results, what is stored is multiplied
+    by a float32 a KV head, and the code differs by compute capability; else queries and results
+    are of K's dtype, and the three are not used.
 
     Addresses and strides in bytes. 0 as an address: not given; as window or softcap: off. Each
     address and stride of q, K and V is a multiple of 16, block_size one of 16. A split has

@@ -45,6 +45,8 @@ from cuda_kernels.dtypes import BFLOAT16
 COLUMNS = 8
 #: The first architecture with an instruction that widens.
 CONVERTS = (8, 9)
+#: Of the architectures that there are kernels for.
+OLDEST = (8, 0)
 
 
 def widening(capability: tuple[int, int]) -> tuple[Any, Any]:

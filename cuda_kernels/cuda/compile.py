@@ -15,18 +15,18 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
-import inspect
 import json
 import os
 import re
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cuda_kernels.cuda.kernel import KernelSource
 
-_FORMAT = "kvmem.kernel/1"
+_FORMAT = "kvmem.kernel/2"
 #: Who turns Python into machine code; their versions are part of the name of a cached kernel.
 TOOLS = ("numba", "llvmlite", "numba-cuda", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink")
 #: What kernels are made of besides the kernels of their own folder: files of this folder.
@@ -59,6 +59,7 @@ class Compiled:
     name: str
     ptx: bytes
     cubin: bytes
+    log: str  # the assembler's: registers, stack, spills
     from_cache: bool
 
     def hashes(self) -> tuple[str, str]:
@@ -72,44 +73,82 @@ def compile_kernel(
     """The kernel for a compute capability such as (9, 0), from the cache or made now.
 
     ``folder`` is the cache's (None: `cache_folder`). Raises MissingLibrary if something has to be
-    compiled and a library is missing. Cost: 0.3 ms from the cache; else 0.1 to 3 s, and 1 s more
+    compiled and a library is missing. Cost: 0.3 ms from the cache; else 0.1 to 9 s, and 1 s more
     at the first of a process.
     """
-    place = (folder or cache_folder()) / f"{source.name}-{cache_key(source, capability)}.kernel"
-    found = _read(place)
-    if found is not None:
-        return found
-    ptx = make_ptx(source, capability)
-    made = Compiled(source.name, ptx, assemble(ptx, capability), from_cache=False)
-    _write(place, made, capability)
-    return made
+    return compile_for_each(source, [capability], folder)[0]
+
+
+def compile_for_each(
+    source: KernelSource, capabilities: Sequence[tuple[int, int]], folder: Path | None = None
+) -> list[Compiled]:
+    """As `compile_kernel` for each of several compute capabilities.
+
+    Cost: about 1 s for each after the first, which takes Numba's part of the work.
+    """
+    where = folder or cache_folder()
+    places = {c: where / f"{source.name}-{cache_key(source, c)}.kernel" for c in capabilities}
+    made = {c: found for c, place in places.items() if (found := _read(place)) is not None}
+    absent = [c for c in places if c not in made]
+    for capability, ptx in zip(absent, make_ptx(source, absent), strict=True):
+        one = Compiled(source.name, ptx, *assemble(ptx, capability), from_cache=False)
+        _write(places[capability], one, capability)
+        made[capability] = one
+    return [made[c] for c in capabilities]
 
 
 # -- making ----------------------------------------------------------------------------------------
 
 
-def make_ptx(source: KernelSource, capability: tuple[int, int]) -> bytes:
-    """Compile with Numba; no driver, no cache."""
+def make_ptx(source: KernelSource, capabilities: Sequence[tuple[int, int]]) -> list[bytes]:
+    """Compile for each compute capability with Numba; no driver, no cache.
+
+    Numba's part is done once: its code for LLVM is the same for all, but of a kernel that is made
+    by the capability.
+    """
+    if not capabilities:
+        return []
     require_distribution("numba-cuda")
     for library in ("nvrtc", "nvvm"):
         require_library(library)
-    from numba import cuda, types
-
     maker = getattr(importlib.import_module(source.module), source.maker)
     constants: dict[str, Any] = dict(source.constants)
-    if "capability" in inspect.signature(maker).parameters:
-        constants["capability"] = capability
+    from numba.cuda import compiler
+
+    with compiler.global_compiler_lock:
+        if source.by_capability:
+            each = {
+                c: _translate(maker(**constants, capability=c), source, c) for c in capabilities
+            }
+        else:
+            shared = _translate(maker(**constants), source, min(capabilities))
+            each = dict.fromkeys(capabilities, shared)
+        texts = [each[c].get_asm_str(cc=c) for c in capabilities]
+    return [stable_names(text, source.name).encode() for text in texts]
+
+
+def _translate(
+    kernel: Callable[..., Any], source: KernelSource, capability: tuple[int, int]
+) -> Any:
+    """Numba's part: a library of code for LLVM.
+
+    The inside of ``numba.cuda.compile``, which keeps that code to itself and would do the slow part
+    anew for each capability. Nearly all the time goes here.
+    """
+    from numba import types
+    from numba.cuda import compiler
+
     parameters = [getattr(types, name) for name in source.parameters]
-    text, _ = cuda.compile(
-        maker(**constants),
+    library, _ = compiler._compile_pyfunc_with_fixup(
+        kernel,
         types.void(*parameters),
-        cc=capability,
         device=False,
+        cc=capability,
         abi="numba",
         # At least one block a processor: without it ptxas 13.0 spills to fit in more of them.
         launch_bounds=(source.threads, source.blocks),
     )
-    return stable_names(text, source.name).encode()
+    return library
 
 
 def stable_names(text: str, name: str) -> str:
@@ -131,15 +170,15 @@ def stable_names(text: str, name: str) -> str:
     return text.replace(kernels[0], name)
 
 
-def assemble(ptx: bytes, capability: tuple[int, int]) -> bytes:
-    """Machine code of PTX for a compute capability."""
+def assemble(ptx: bytes, capability: tuple[int, int]) -> tuple[bytes, str]:
+    """Machine code of PTX for a compute capability, and what the assembler tells of it."""
     require_distribution("cuda-core")
     require_library("nvJitLink")
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
-    options = LinkerOptions(arch=f"sm_{capability[0]}{capability[1]}")
-    linked = Linker(ObjectCode.from_ptx(ptx), options=options).link("cubin")
-    return bytes(linked.code)
+    options = LinkerOptions(arch=f"sm_{capability[0]}{capability[1]}", verbose=True)
+    linker = Linker(ObjectCode.from_ptx(ptx), options=options)
+    return bytes(linker.link("cubin").code), linker.get_info_log()
 
 
 def require_distribution(name: str) -> str:
@@ -209,7 +248,7 @@ def cache_key(source: KernelSource, capability: tuple[int, int]) -> str:
         digest.update(path.read_bytes())
     facts = [
         source.module, source.maker, source.parameters, source.threads, source.constants,
-        source.blocks, capability, tool_versions(),
+        source.blocks, source.by_capability, capability, tool_versions(),
     ]  # fmt: skip
     digest.update(json.dumps(facts, sort_keys=True).encode())
     return digest.hexdigest()[:32]
@@ -225,7 +264,8 @@ def _read(place: Path) -> Compiled | None:
     try:
         head: dict[str, Any] = json.loads(line)
         size = int(head["ptx_bytes"])
-        made = Compiled(str(head["name"]), body[:size], body[size:], from_cache=True)
+        name, log = str(head["name"]), str(head["log"])
+        made = Compiled(name, body[:size], body[size:], log, from_cache=True)
         intact = [head["ptx_sha256"], head["cubin_sha256"]] == [*made.hashes()]
     except (ValueError, KeyError, TypeError):
         return None
@@ -238,6 +278,7 @@ def _write(place: Path, made: Compiled, capability: tuple[int, int]) -> None:
     head = {
         "format": _FORMAT, "name": made.name, "capability": capability, "tools": tool_versions(),
         "ptx_bytes": len(made.ptx), "ptx_sha256": ptx_sha256, "cubin_sha256": cubin_sha256,
+        "log": made.log,
     }  # fmt: skip
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

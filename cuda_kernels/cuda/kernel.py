@@ -23,13 +23,12 @@ class KernelSource:
 
     It is found by identity, since hashing its fields would take longer than the launch.
 
-    ``maker`` is a function of ``module`` that takes the ``constants``, and ``capability`` if it has
-    a parameter of that name, and returns the kernel; the kernel's
-    parameters have the Numba types ``parameters`` ("int64", "float32"). ``threads`` is the size of
-    a block; ``blocks`` is how many of them a processor shall hold at once at least, which bounds
-    the registers. Nothing is imported before the kernel has to be compiled. ``claims`` change
-    nothing in the machine code; a kernel that ships states them, and `registry.py` lists its
-    module.
+    ``maker`` is a function of ``module`` that takes the ``constants`` and returns the kernel, whose
+    parameters have the Numba types ``parameters`` ("int64", "float32"). With ``by_capability`` it
+    also takes ``capability``, since what it makes differs by it. ``threads`` is the size of a
+    block; ``blocks`` is how many of them a processor shall hold at once at least, which bounds the
+    registers. Nothing is imported before the kernel has to be compiled. ``claims`` change nothing
+    in the machine code; a kernel that ships states them, and `registry.py` lists its module.
     """
 
     module: str
@@ -38,6 +37,7 @@ class KernelSource:
     threads: int
     constants: tuple[tuple[str, int | str], ...] = ()
     blocks: int = 1
+    by_capability: bool = False
     claims: Claims | None = None
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvmem.plan import Plan
 from kvmem.store.device import num_runs
@@ -50,13 +51,11 @@ def test_a_run_goes_on_in_a_broken_list(make_play: Maker) -> None:
     assert plan.out_host.tolist() == list(range(8, 24))
 
 
-def test_runs_stay_long_in_a_busy_store(make_play: Maker, seed: int) -> None:
-    """Swaps of sequences that come, grow and go: the choice of frames breaks few runs."""
-    rng, play = random.Random(seed), make_play(96, 256)
+def churn(play: Play, rng: random.Random, turns: int) -> NDArray[np.int64]:
+    """Swaps of sequences that come, grow and go. Runs out, as the sources alone would allow; in."""
+    counts = np.zeros((2, 2), np.int64)
     live: list[int] = []
-    got = [0, 0]
-    best = [0, 0]
-    for turn in range(400):
+    for turn in range(turns):
         if len(live) < 12:
             tokens = [rng.randrange(1000) for _ in range(rng.randrange(8, 96))]
             live.append(play.create(tokens, publish=rng.random() < 0.5))
@@ -65,22 +64,33 @@ def test_runs_stay_long_in_a_busy_store(make_play: Maker, seed: int) -> None:
         while play.ledger.fits(np.array([s], np.int32)) != "yes" and others:
             plan = play.swap_out(others.pop(rng.randrange(len(others))))
             if len(plan.out_host):
-                runs, least = sorted_runs(plan.out_device, plan.out_host)
-                got[0] += runs
-                best[0] += least
+                counts[0] += sorted_runs(plan.out_device, plan.out_host)
         plan, _ = play.run(s)
         if len(plan.in_host):
-            runs, least = sorted_runs(*arrays_in(plan))
-            got[1] += runs
-            best[1] += least
+            counts[1] += sorted_runs(*arrays_in(plan))
         play.append(s, turn)
         if rng.random() < 0.15:
             live.remove(s)
             play.free(s)
     for s in live:
         play.free(s)
-    print(f"runs out, in: {got}; as their sources alone would allow: {best}")
-    assert best[0] > 50
-    assert best[1] > 20
-    assert got[0] <= 1.3 * best[0]  # 1.4 without choosing; 1.15 to 1.2 with
-    assert got[1] <= 3 * best[1]  # 3.9 without, 2.2 with: a full device has what is evicted
+    return counts
+
+
+def test_runs_stay_long_in_a_busy_store(make_play: Maker, seed: int) -> None:
+    """The choice of frames breaks few runs.
+
+    Four stores together: in one alone the shares are 1.18 +- 0.05 and 2.3 +- 0.25, and now and
+    then three deviations off.
+    """
+    rng = random.Random(seed)
+    (out, least_out), (back, least_back) = sum(
+        churn(make_play(96, 256), rng, 400) for _ in range(4)
+    )
+    print(
+        f"runs out {out}, in {back}; as their sources alone would allow {least_out}, {least_back}"
+    )
+    assert least_out > 200
+    assert least_back > 80
+    assert out <= 1.3 * least_out  # 1.4 without choosing
+    assert back <= 3 * least_back  # 3.9 without: a full device has what is evicted

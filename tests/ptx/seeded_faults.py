@@ -220,6 +220,7 @@ def _write(folder: Path, module: str, digest: str, text: str) -> str:
 class FaultyDevice(InterpretedDevice):
     """Compiles one module's kernels from the one with the mistake."""
 
+    together = ()
     victim: ClassVar[str] = ""
     planted: ClassVar[str] = ""
 

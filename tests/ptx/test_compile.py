@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import importlib.metadata
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from numba import cuda, types
 
 from cuda_kernels.attention import cuda_call as attention
 from cuda_kernels.block_copy import cuda_call as block_copy
@@ -51,7 +54,7 @@ def test_what_is_interpreted_is_what_is_assembled(
     made, kernel = InterpretedDevice(capability).compiled(source)
     assert kernel.sha256 == hashlib.sha256(made.ptx).hexdigest() == made.hashes()[0]
     assert kernel.program.target == f"sm_{capability[0]}{capability[1]}"
-    again = compiling.assemble(made.ptx, capability)
+    again, _ = compiling.assemble(made.ptx, capability)
     assert hashlib.sha256(again).hexdigest() == made.hashes()[1]
     assert kernel.program.name == source.name
     assert len(kernel.program.parameters) == len(source.parameters)
@@ -67,14 +70,51 @@ from cuda_kernels.attention import cuda_call as attention
 from cuda_kernels.cuda.compile import make_ptx
 from cuda_kernels.frames import cuda_call as frames
 if sys.argv[1] == "late":
-    make_ptx(frames.KERNELS[4, 0], (9, 0))
-    make_ptx(attention.KERNELS[0, 1, 128], (9, 0))
+    make_ptx(frames.KERNELS[4, 0], [(9, 0)])
+    make_ptx(attention.KERNELS[0, 1, 128], [(9, 0)])
 for source in (frames.KERNELS[0, 4], attention.TENSOR_KERNELS[1, 64, 1]):
-    print(hashlib.sha256(make_ptx(source, (9, 0))).hexdigest())
+    print(hashlib.sha256(make_ptx(source, [(9, 0)])[0]).hexdigest())
 """
     early, late = (python(code, when).split() for when in ("early", "late"))
     assert early == late
     assert early[0] == compile_kernel(SMALL, (9, 0), tmp_path).hashes()[0]
+
+
+@needs_compiler
+@pytest.mark.parametrize("source", [SMALL, attention.MERGE_KERNELS[1]], ids=label)
+def test_compiled_together_as_by_numba_alone(source: KernelSource) -> None:
+    """Two architectures at once give what numba's public function gives for each."""
+    both = [(9, 0), (8, 0)]
+    maker = getattr(importlib.import_module(source.module), source.maker)
+    for capability, ptx in zip(both, compiling.make_ptx(source, both), strict=True):
+        text, _ = cuda.compile(
+            maker(**dict(source.constants)),
+            types.void(*(getattr(types, name) for name in source.parameters)),
+            cc=capability,
+            device=False,
+            abi="numba",
+            launch_bounds=(source.threads, source.blocks),
+        )
+        assert stable_names(text, source.name).encode() == ptx
+        assert f".target sm_{capability[0]}0".encode() in ptx
+
+
+@needs_compiler
+def test_only_what_is_absent_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = compile_kernel(SMALL, (9, 0), tmp_path)
+    asked: list[Any] = []
+    right = compiling.make_ptx
+
+    def make_ptx(source: KernelSource, capabilities: Any) -> list[bytes]:
+        asked.append(list(capabilities))
+        return right(source, capabilities)
+
+    monkeypatch.setattr(compiling, "make_ptx", make_ptx)
+    found = compiling.compile_for_each(SMALL, [(8, 0), (9, 0)], tmp_path)
+    assert asked == [[(8, 0)]]
+    assert [one.from_cache for one in found] == [False, True]
+    assert found[1].hashes() == first.hashes() != found[0].hashes()
+    assert all(c.from_cache for c in compiling.compile_for_each(SMALL, [(9, 0), (8, 0)], tmp_path))
 
 
 def python(code: str, *arguments: str, **environment: str) -> str:
@@ -102,6 +142,7 @@ def test_a_warm_start_needs_neither_nvvm_nor_numba(tmp_path: Path) -> None:
     code = """
 import hashlib, sys
 from pathlib import Path
+from typing import Any
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("numba", "llvmlite", "cuda"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cuda_kernels.cuda.compile import assemble, compile_kernel
+from cuda_kernels.cuda.compile import compile_for_each
 from cuda_kernels.cuda.kernel import Claims, KernelSource
 from cuda_kernels.cuda.registry import MODULES, shipped_kernels
 from tests.ptx.device import CACHE, needs_compiler
@@ -28,8 +28,11 @@ each_kernel = pytest.mark.parametrize("source", shipped_kernels(), ids=lambda so
 
 
 @cache
-def facts(source: KernelSource, capability: tuple[int, int]) -> Facts:
-    return kernel_table.facts_of(source, capability, CACHE)
+def page() -> str:
+    text = kernel_table.PAGE.read_text()
+    if f"Made by {kernel_table.versions()}." not in text:
+        pytest.skip(f"the table was made by other tools than {kernel_table.versions()}")
+    return text
 
 
 def test_every_kernel_is_registered() -> None:
@@ -48,8 +51,12 @@ def test_every_kernel_is_registered() -> None:
 @needs_disassembler
 @each_kernel
 def test_claims_are_kept(source: KernelSource) -> None:
-    for capability in CAPABILITIES:
-        assert not facts(source, capability).breaches()
+    """In the machine code, and as the page tells it."""
+    found = kernel_table.facts_of(source, CACHE)
+    assert [fact.capability for fact in found] == list(CAPABILITIES)
+    assert not [text for fact in found for text in fact.breaches()]
+    row = kernel_table.row(source, found)
+    assert row in page().splitlines(), "stale: python -m tools.kernel_table --write"
 
 
 @needs_compiler
@@ -58,37 +65,21 @@ def test_claims_are_kept(source: KernelSource) -> None:
 def test_ptxas_agrees(source: KernelSource) -> None:
     """An assembler of another release than the linker's: nothing spilled, the cap kept."""
     assert PTXAS is not None
-    for capability in CAPABILITIES:
-        ptx = compile_kernel(source, capability, CACHE).ptx
-        found = kernel_table.assembled(ptx, capability, PTXAS)
+    made = compile_for_each(source, CAPABILITIES, CACHE)
+    for capability, one in zip(CAPABILITIES, made, strict=True):
+        found = kernel_table.assembled(one.ptx, capability, PTXAS)
         assert source.claims is not None
         assert not breaches_of(found, source.claims.max_registers)
 
 
 @needs_compiler
-@needs_disassembler
-def test_the_page_has_this_table() -> None:
-    page = kernel_table.PAGE.read_text()
-    if f"Made by {kernel_table.versions()}." not in page:
-        pytest.skip(f"the table was made by other tools than {kernel_table.versions()}")
-    found = {source: [facts(source, c) for c in CAPABILITIES] for source in shipped_kernels()}
-    text = kernel_table.table(found)
-    assert text in page, "stale: python -m tools.kernel_table --write"
-    assert kernel_table.put(page, text) == page
-
-
-@needs_compiler
-@needs_disassembler
-def test_what_is_looked_at_is_what_is_loaded() -> None:
-    """Asking the linker for its figures changes no instruction."""
-    source = shipped_kernels()[0]
-    made = compile_kernel(source, (9, 0), CACHE)
-    from cuda.core import Linker, LinkerOptions, ObjectCode
-
-    options = LinkerOptions(arch="sm_90", verbose=True)
-    told = bytes(Linker(ObjectCode.from_ptx(made.ptx), options=options).link("cubin").code)
-    assert kernel_table.disassemble(told) == kernel_table.disassemble(made.cubin)
-    assert assemble(made.ptx, (9, 0)) == made.cubin
+def test_the_page_has_the_whole_table() -> None:
+    """A row a kernel in its order, and no other; what stands in a row is `test_claims_are_kept`."""
+    rows = re.findall(r"^\| `(\w+)` \| \d", page(), re.M)
+    assert rows == [source.name for source in shipped_kernels()]
+    table = re.search(r"^Made by .*\n\n(?:\|.*\n)+", page(), re.M)
+    assert table is not None
+    assert kernel_table.put(page(), table[0].removesuffix("\n")) == page()
 
 
 # -- the gate itself -------------------------------------------------------------------------------
@@ -150,7 +141,7 @@ def test_an_array_on_the_stack_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     source = KernelSource(
         "planted_kernel", "indexed", ("int64", "int64"), 32, (("size", 300),), claims=Claims(255, 1)
     )
-    told = kernel_table.facts_of(source, (9, 0), tmp_path).breaches()
+    told = kernel_table.facts_of(source, tmp_path)[1].breaches()
     assert any("bytes of stack" in text for text in told)
     assert any("accesses to local memory" in text for text in told)
     assert any("0 loads of 16 bytes, claimed 1" in text for text in told)

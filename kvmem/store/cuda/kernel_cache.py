@@ -46,7 +46,7 @@ def fill_kernel_cache(
     """Compile what a GPU of this compute capability, (9, 0) say, will be asked for, where it isn't
     in ``folder`` (None: the one that is looked in at run time).
 
-    Needs no GPU and no driver. Raises MissingLibrary. Cost: 0.1 to 3 s a kernel, a minute or so.
+    Needs no GPU and no driver. Raises MissingLibrary. Cost: 0.1 to 9 s a kernel, a minute or two.
     """
     needed, compiled = needed_kernels(config), 0
     for done, source in enumerate(needed):

@@ -52,7 +52,8 @@ test: setup test-all test-kernels test-bounds test-coverage  ## all tests that n
 test-all: setup
 	$(PYTEST) -n $(JOBS) --dist worksteal -m 'not gpu and not browser and not threads' --ignore tests/ptx $(ARGS)
 
-# CUDA kernels compiled, inspected and interpreted: a stage of its own, since compiling takes most of it.
+# CUDA kernels compiled, inspected and interpreted: a stage of its own, since compiling takes most of
+# it. Of the mistakes planted in kernels a third is drawn; KVMEM_FAULTS=all plants each.
 test-kernels: setup
 	$(PYTEST) -n $(JOBS) --dist worksteal tests/ptx $(ARGS)
 
@@ -72,11 +73,12 @@ SEEDS ?= 2500
 sim: setup  ## random operations on the simulated device: races, failed copies, liveness
 	$(BIN)/python -m tests.sim.programme --first $(FIRST) --seeds $(SEEDS) --ops 400 --jobs $(JOBS) --require
 
-# Ten million, and the search for seeds that find each planted mistake; SCALE=100 for a release.
+# Ten million, the search for seeds that find each planted mistake, and those of kernels all; SCALE=100 for a release.
 SCALE ?= 10
 soak: setup  ## the same, SCALE times as long (default 10), and the planted mistakes anew
 	$(BIN)/python -m tests.sim.programme --first -1 --seeds $$((2500 * $(SCALE))) --ops 400 --jobs $(JOBS) --require
 	NUMBA_DISABLE_JIT=1 $(BIN)/python -m tests.sim.mutate --find 200
+	KVMEM_FAULTS=all $(PYTEST) -n $(JOBS) --dist worksteal tests/ptx -k "mistake or fault"
 
 threads: setup  ## eight threads on one Manager for a minute, on both devices
 	$(PYTEST) -m threads -s tests/stress/test_threads.py

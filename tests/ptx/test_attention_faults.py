@@ -18,6 +18,7 @@ from cuda_kernels.cuda.kernel import KernelSource
 from cuda_kernels.dtypes import BFLOAT16
 from tests.ptx.device import InterpretedDevice, needs_compiler
 from tests.ptx.errors import PtxError, Race
+from tests.ptx.seeded_faults import skip_unless_drawn
 from tests.ptx.test_attention import check, split_by
 from tests.ptx.test_attention_mma import attend, draw
 
@@ -98,6 +99,7 @@ def noticed(monkeypatch: pytest.MonkeyPatch, seed: int = SEED) -> BaseException 
 def test_faults_of_the_kernels(
     fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    skip_unless_drawn(fault.name)
     planted(fault, monkeypatch, tmp_path)
     assert isinstance(noticed(monkeypatch), fault.shows)
 

@@ -85,7 +85,9 @@ def test_every_pattern_is_widened(
     """All 256 in each place of a word, to the exact float16, NaN to NaN of its sign."""
     (tmp_path / "planted_widening.py").write_text(WIDEN)
     monkeypatch.syspath_prepend(str(tmp_path))
-    source = KernelSource("planted_widening", "widen_words", ("int64",) * 2, 256)
+    source = KernelSource(
+        "planted_widening", "widen_words", ("int64",) * 2, 256, by_capability=True
+    )
     patterns = np.arange(256).astype(np.uint8)
     words = np.stack([patterns, patterns[::-1], np.roll(patterns, 3), patterns ^ 0x5A], axis=1)
     words, found = np.ascontiguousarray(words), np.zeros((256, 4), np.float16)

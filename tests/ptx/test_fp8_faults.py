@@ -11,7 +11,7 @@ import pytest
 from tests.ptx import test_attention_fp8, test_attention_mma, test_moves_fp8
 from tests.ptx.device import InterpretedDevice, needs_compiler
 from tests.ptx.errors import PtxError
-from tests.ptx.seeded_faults import ATTENTION, KernelFault, faulty
+from tests.ptx.seeded_faults import ATTENTION, KernelFault, faulty, skip_unless_drawn
 
 pytestmark = needs_compiler
 
@@ -121,6 +121,7 @@ def on(device: type[InterpretedDevice], fault: Fault, monkeypatch: pytest.Monkey
 def test_the_mistake_is_found(
     fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    skip_unless_drawn(fault.name)
     planted = KernelFault(fault.module, fault.right, fault.wrong, fault.victim)
     with faulty(planted, tmp_path) as device:
         with pytest.raises((AssertionError, PtxError)) as found:

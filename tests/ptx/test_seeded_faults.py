@@ -10,7 +10,16 @@ import pytest
 from tests.ptx import test_attention, test_moves, test_prefill
 from tests.ptx.device import InterpretedDevice, needs_compiler
 from tests.ptx.errors import PtxError
-from tests.ptx.seeded_faults import ATTENTION, COPY, FAULTS, MOVE, PROMPTS, WRITE, faulty
+from tests.ptx.seeded_faults import (
+    ATTENTION,
+    COPY,
+    FAULTS,
+    MOVE,
+    PROMPTS,
+    WRITE,
+    faulty,
+    skip_unless_drawn,
+)
 
 SM_90 = (9, 0)
 SEED = 1
@@ -51,6 +60,7 @@ TESTS = {
 @needs_compiler
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_mistake_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_unless_drawn(name)
     fault = FAULTS[name]
     with faulty(fault, tmp_path) as device:
         with pytest.raises((AssertionError, PtxError)) as found:
